@@ -1,0 +1,1 @@
+"""The RL driver of vllm-coserve."""

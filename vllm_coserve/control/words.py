@@ -1,0 +1,92 @@
+"""Names of the words of the control block, and who may write each.
+
+Every word has exactly one writer, so no lock is shared between the two engines: a process that is stopped or killed at
+any instruction can never leave the other side waiting for a lock. Writers: S the serving engine core, R the rollout
+engine core, V the supervisor (the `vllm serve` process), A the rollout engine's API server.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum, auto
+
+
+class Word(IntEnum):
+    """64-bit signed words. Times are CLOCK_MONOTONIC nanoseconds, `_ns`."""
+
+    # --- compute gate
+    GATE_OPEN = 0  # S: 1 while serving is idle: the rollout may step freely
+    GRANT = auto()  # S: number of the turn that is granted, 0 when none
+    GRANT_CHUNK_TOKENS = auto()  # S: prefill tokens allowed in the granted turn (or in free steps while open)
+    GRANT_SINCE_NS = auto()  # S: when the turn was granted
+    SERVING_WANTS = auto()  # S: counts arrivals; the rollout starts no free step once it moved
+    SERVING_ENGAGED = auto()  # S: value of SERVING_WANTS when serving last opened the gate
+    ROLLOUT_ACTIVE = auto()  # R: 1 while a rollout step may be on the device
+    ROLLOUT_TURN = auto()  # R: number of the last granted turn it used
+    ROLLOUT_STEP_SINCE_NS = auto()  # R: start of the step in flight
+    ROLLOUT_STEP_EXPECTED_NS = auto()  # R: expected length of the step in flight
+    OFFER_DECODE_NS = auto()  # R: expected cost of the next step with decodes only
+    OFFER_TOKEN_NS = auto()  # R: expected cost of one more prefill token
+    OFFER_PREFILL_TOKENS = auto()  # R: prompt tokens it could compute now
+    OFFER_DECODES = auto()  # R: requests that would decode
+    OFFER_MARGIN_PPM = auto()  # R: safety factor of its estimates, in millionths
+    # --- memory
+    ROLLOUT_WANTED_PAGES = auto()  # R: further pages it could use now
+    ROLLOUT_HELD_PAGES = auto()  # R: pages in its table
+    ROLLOUT_CAP_PAGES = auto()  # S: pages that the rollout must come down to (reclaim)
+    RECLAIM_SEQ = auto()  # S: counts reclaim requests
+    RECLAIM_URGENT = auto()  # S: 1 while serving waits for pages: victims may be taken
+    RECLAIM_DONE_SEQ = auto()  # R: last reclaim request that it has met
+    BUDGET_PAGES = auto()  # S: rollout budget of the memory policy
+    GRANTED_SEQ = auto()  # S: counts page grants, so that the rollout looks for new pages only when there are some
+    ROLLOUT_TABLE_VERSION = auto()  # R: counts changes of the rollout slot table
+    SERVING_TABLE_VERSION = auto()  # S
+    ROLLOUT_TABLE_APPLIED = auto()  # rollout worker: last table version that it has mapped
+    SERVING_TABLE_APPLIED = auto()  # serving worker
+    SERVING_USED_PAGES = auto()  # S: pages with blocks in use
+    SERVING_CACHED_PAGES = auto()  # S: pages with nothing but unreferenced prefix cache, or nothing
+    # --- life
+    ACTIVE_WANTED = auto()  # A: 1 lend, 0 give everything back (activate / deactivate); V sets it before the start
+    RL_STEP = auto()  # A: counts POST /step
+    ROLLOUT_DEACTIVATED = auto()  # R: 1 once all pages are given back and requests ended
+    GENERATION = auto()  # V: which sidecar process runs, from 1
+    GENERATION_DEAD = auto()  # V: last generation of which every process ended
+    GENERATION_CLEARED = auto()  # S: last generation whose pages were taken back
+    KILL_GENERATION = auto()  # S: generation that owes pages for too long and must be killed
+    SERVING_HEARTBEAT_NS = auto()  # S
+    ROLLOUT_HEARTBEAT_NS = auto()  # R
+    SERVING_READY = auto()  # S: its pools, gate and latency model are in use
+    ROLLOUT_READY = auto()  # R
+    # --- counters
+    GRANTS = auto()  # S
+    DENIALS = auto()  # S
+    OVERRUNS = auto()  # S: turns that were not returned in time
+    SLACK_US = auto()  # S: slack at the last decision
+    HANDOVER_US = auto()  # S: moving average, grant to start of the rollout step
+    RECLAIMS = auto()  # S: reclaim requests met
+    RECLAIMED_PAGES = auto()  # S: pages taken back from the rollout
+    CUTS = auto()  # S: emergency cuts
+    ROLLOUT_PAGES_MAX = auto()  # S
+    RECLAIM_ABORTS = auto()  # R: requests ended because their pages went
+    STALL_ABORTS = auto()  # R
+    ROLLOUT_TOKENS = auto()  # R
+    ROLLOUT_STEPS = auto()  # R
+    ROLLOUT_RUNNING = auto()  # R
+    ROLLOUT_WAITING = auto()  # R
+    SERVING_STEPS = auto()  # S
+    SERVING_BUSY_NS = auto()  # S: time with a serving step on the device
+    ROLLOUT_BUSY_NS = auto()  # R
+    ROLLOUT_GATE_FAULTS = auto()  # R: errors in hook code
+    SERVING_GATE_FAULTS = auto()  # S
+
+
+class Bell(IntEnum):
+    """32-bit futex words. Several may ring a bell; waiters always bound their sleep and look at the words."""
+
+    SERVING_CORE = 0  # turn returned: wakes the serving engine core's main thread
+    ARBITER = auto()  # pages wanted or given back: wakes the arbiter thread of the serving engine core
+    ROLLOUT_CORE = auto()  # turn granted, gate open, reclaim: wakes the rollout engine core
+    SERVING_MAPPER = auto()  # serving slot table changed: wakes the serving worker's mapper thread
+    ROLLOUT_MAPPER = auto()
+    SERVING_MAPPED = auto()  # serving worker has mapped: wakes the serving engine core
+    ROLLOUT_MAPPED = auto()
+    SUPERVISOR = auto()

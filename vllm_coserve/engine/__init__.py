@@ -1,0 +1,1 @@
+"""Part of vllm-coserve; see docs in the modules."""

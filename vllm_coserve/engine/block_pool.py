@@ -1,0 +1,222 @@
+"""vLLM's block pool over pages that come and go."""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+from vllm.v1.core.block_pool import BlockHashToBlockMap, BlockPool
+from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue, KVCacheBlock
+
+from vllm_coserve.api.errors import ContractError
+from vllm_coserve.memory.geometry import Geometry
+from vllm_coserve.memory.slots import SlotTable
+
+_REQUESTS_REMEMBERED = 4096
+
+
+class Pager(Protocol):
+    """Where a pool gets its pages and leaves them; the engine core's runtime is one."""
+
+    def acquire_pages(self, wanted: int, needed: int) -> list[int]:
+        """Up to `wanted` pages that are this engine's now. May wait (bounded) for `needed`, 0 means not at all."""
+        ...
+
+    def set_slots(self, slots: Sequence[int], pages: Sequence[int]) -> None:
+        """Write slots of the table (page -1: unmapped) for the worker."""
+        ...
+
+
+class ElasticBlockPool(BlockPool):
+    """Only blocks whose pages are mapped are in the free queue; pages are asked for before vLLM looks for blocks.
+
+    In the free queue, free blocks stand before cached ones, so vLLM's eviction order is kept: pages that can be had come
+    first, then least recently used prefix cache.
+    """
+
+    def __init__(
+        self, *args: object, geometry: Geometry, pager: Pager, group_by_request: bool, **kwargs: object
+    ) -> None:
+        super().__init__(*args, **kwargs)  # type: ignore[arg-type]
+        self._pager = pager
+        self._group = group_by_request
+        self.slots = SlotTable(geometry)
+        if self.num_gpu_blocks > geometry.num_blocks:
+            raise ContractError(f"vLLM made {self.num_gpu_blocks} blocks, the pool has room for {geometry.num_blocks}")
+        self.free_block_queue.popleft_n(self.free_block_queue.num_free_blocks)
+        self.free_block_queue = FreeKVCacheBlockQueue([])
+        self._request: str | None = None
+        self._last_slot: OrderedDict[str, int] = OrderedDict()  # where a request's latest block lies
+        self._spare_pages: list[int] = []
+        self.idle_since: dict[int, float] = {}  # slot -> when its last block in use went (CLOCK_MONOTONIC seconds)
+
+    # ---- what vLLM calls
+
+    def get_new_blocks(self, num_blocks: int) -> list[KVCacheBlock]:
+        if num_blocks > self.free_block_queue.num_free_blocks:
+            raise ValueError(f"Cannot get {num_blocks} free blocks from the pool")
+        out: list[KVCacheBlock] = []
+        slot = self._last_slot.get(self._request) if self._group and self._request else None
+        for _ in range(num_blocks):
+            picked = self.slots.pick_free(slot, prefer_empty=self._group)
+            if picked is None:
+                break
+            block = self.blocks[picked]
+            self.slots.use_free(picked)
+            self.free_block_queue.remove(block)
+            out.append(block)
+            slot = self.slots.geometry.slots_of(picked)[-1]
+        for block in self.free_block_queue.popleft_n(num_blocks - len(out)) if len(out) < num_blocks else ():
+            self._maybe_evict_cached_block(block)
+            self.slots.use_cached(block.block_id)
+            out.append(block)
+        for block in out:
+            assert block.ref_cnt == 0
+            block.ref_cnt = 1
+            if self.metrics_collector:
+                self.metrics_collector.on_block_allocated(block)
+        if self._group and self._request and slot is not None:
+            self._last_slot[self._request] = slot
+            self._last_slot.move_to_end(self._request)
+            if len(self._last_slot) > _REQUESTS_REMEMBERED:
+                self._last_slot.popitem(last=False)
+        return out
+
+    def touch(self, blocks: Sequence[KVCacheBlock]) -> None:
+        for block in blocks:
+            if block.ref_cnt == 0 and not block.is_null:
+                self.slots.use_cached(block.block_id)
+        super().touch(blocks)
+
+    def free_blocks(self, ordered_blocks: Iterable[KVCacheBlock]) -> None:
+        first, last = [], []
+        for block in ordered_blocks:
+            block.ref_cnt -= 1
+            if block.ref_cnt or block.is_null:
+                continue
+            keep = self.enable_caching and block.block_hash is not None
+            self.slots.release(block.block_id, keep)
+            (last if keep else first).append(block)
+            for slot in self.slots.geometry.slots_of(block.block_id):
+                if not self.slots.used[slot]:
+                    self.idle_since[slot] = time.monotonic()
+        self.free_block_queue.prepend_n(first)
+        self.free_block_queue.append_n(last)
+
+    def evict_blocks(self, block_ids: set[int]) -> None:
+        for block_id in block_ids:
+            block = self.blocks[block_id]
+            if block.block_hash is not None and block.ref_cnt == 0:
+                self._drop_cached(block)
+            else:
+                self._maybe_evict_cached_block(block)
+
+    def unpin_blocks(self, blocks: Iterable[KVCacheBlock], on_reuse: object) -> None:
+        raise ContractError("KV connectors cannot be combined with --coserve-rollout yet")
+
+    def reset_prefix_cache(self) -> bool:
+        if self.slots.num_used_blocks:
+            return False
+        for block in list(self._cached_in_eviction_order()):
+            self._drop_cached(block)
+        self.cached_block_hash_to_block = BlockHashToBlockMap()
+        self.cached_block_hashes_by_block.clear()
+        if self.metrics_collector:
+            self.metrics_collector.reset()
+        return True
+
+    def get_num_free_blocks(self) -> int:
+        return self.free_block_queue.num_free_blocks
+
+    def get_usage(self) -> float:
+        total = self.num_gpu_blocks - 1
+        return self.slots.num_used_blocks / total if total else 0.0
+
+    # ---- pages
+
+    def ensure_free(self, num_blocks: int, request_id: str) -> None:
+        """Have pages mapped for `num_blocks` blocks of a request, as far as they can be had. Called before each check."""
+        self._request = request_id
+        slots = self.slots
+        short = num_blocks - slots.num_free
+        if short <= 0:
+            return
+        wanted = slots.geometry.pages_for(short)
+        missing = num_blocks - self.free_block_queue.num_free_blocks  # not even by evicting our own cache
+        self.add_pages(self._pager.acquire_pages(wanted, slots.geometry.pages_for(missing)))
+
+    def add_pages(self, pages: list[int]) -> None:
+        """Map pages that are ours at free slots; what completes no block is kept for the next time."""
+        pages = self._spare_pages + pages
+        self._spare_pages = []
+        if not pages:
+            return
+        slots = self.slots.unmapped_slots(len(pages))
+        self._spare_pages.extend(pages[len(slots) :])
+        pages = pages[: len(slots)]
+        gained = self.slots.map(slots, pages)
+        self._pager.set_slots(slots, pages)
+        self.free_block_queue.prepend_n([self.blocks[b] for b in gained])
+        now = time.monotonic()
+        self.idle_since.update(dict.fromkeys(slots, now))
+
+    def drop_slots(self, slots: Iterable[int]) -> list[int]:
+        """Unmap slots without blocks in use, their prefix cache is forgotten; returns their pages.
+
+        The pages may have a new owner only after the worker has unmapped them.
+        """
+        slots = list(slots)
+        pages = []
+        for slot in slots:
+            for block_id in list(self.slots.usable_on(slot)):
+                block = self.blocks[block_id]
+                if block.block_hash is not None:
+                    self._drop_cached(block)
+            page, lost = self.slots.unmap(slot)
+            pages.append(page)
+            for block_id in lost:
+                self.free_block_queue.remove(self.blocks[block_id])
+            self.idle_since.pop(slot, None)
+        if slots:
+            self._pager.set_slots(slots, [-1] * len(slots))
+        return pages
+
+    def take_spare_pages(self) -> list[int]:
+        """Pages that are ours and mapped nowhere; they may be given back at once."""
+        spare, self._spare_pages = self._spare_pages, []
+        return spare
+
+    def slots_to_give(self, count: int) -> list[int]:
+        """Up to `count` slots that cost least to give: empty ones, then those with the oldest prefix cache only."""
+        out = self.slots.empty_slots()[-count:] if count > 0 else []
+        if len(out) < count:
+            seen = dict.fromkeys(out)
+            for block in self._cached_in_eviction_order():
+                for slot in self.slots.geometry.slots_of(block.block_id):
+                    if not self.slots.used[slot]:
+                        seen.setdefault(slot)
+                if len(seen) >= count:
+                    break
+            out = list(seen)[:count]
+        return out
+
+    def idle_slots(self, older_than_s: float) -> list[int]:
+        """Slots with nothing in use since so many seconds."""
+        limit = time.monotonic() - older_than_s
+        return [s for s, t in self.idle_since.items() if t < limit and not self.slots.used[s]]
+
+    def _drop_cached(self, block: KVCacheBlock) -> None:
+        self._maybe_evict_cached_block(block)
+        self.slots.uncache(block.block_id)
+        self.free_block_queue.remove(block)
+        self.free_block_queue.prepend_n([block])
+
+    def _cached_in_eviction_order(self) -> Iterable[KVCacheBlock]:
+        block = self.free_block_queue.fake_free_list_head.next_free_block
+        while block is not None and block.block_id >= 0:
+            following = block.next_free_block
+            if block.block_hash is not None:
+                yield block
+            block = following

@@ -1,0 +1,248 @@
+"""The --coserve-* flags of `vllm serve`, and what happens around the server when they are given."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import os
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, get_args
+
+from vllm_coserve.api.config import CoserveConfig, Policy, Role, StartState, describe, flag_of, parse_config
+from vllm_coserve.api.context import Context
+from vllm_coserve.api.errors import ConfigurationError, CoserveError
+from vllm_coserve.control.block import ControlBlock
+from vllm_coserve.control.words import Word
+from vllm_coserve.engine.seams import patch
+
+PAGE_BYTES = 2 << 20
+_GIB = 1 << 30
+_DEFAULT_POOL_GIB = 4.0
+_DEFAULT_POOL_SHARE = 0.4  # of the memory that is available, where that is less
+_PROOF_TIMEOUT_S = 120.0
+EXIT_CONFIGURATION = 2
+
+_CHOICES = {"policy": get_args(Policy), "role": get_args(Role), "start": get_args(StartState)}
+_NUMBERS = {
+    "rollout_port": int,
+    "ttft_slo_ms": float,
+    "tpot_slo_ms": float,
+    "pool_gib": float,
+    "headroom": float,
+    "lease_s": float,
+    "chunk_tokens": int,
+    "stall_timeout_s": float,
+}
+
+
+def install_flags() -> None:
+    """Have `vllm serve` know the flags. Idempotent."""
+    patch("cli_args", _with_flags)
+    patch("serve_cmd", _with_pair)
+
+
+def _with_flags(original: Any) -> Any:
+    def add_cli_args(parser: Any) -> Any:
+        parser = original(parser)
+        group = parser.add_argument_group(
+            title="Co-serving",
+            description="Lend this server's idle compute and KV memory to a second model (vllm-coserve).",
+        )
+        for name, info in CoserveConfig.model_fields.items():
+            text = info.description or ""
+            if name == "rollout":
+                text += ". Turns co-serving on; without it nothing of vLLM changes"
+            elif name == "pool_gib":
+                text += f" (default: {_DEFAULT_POOL_GIB:g}, at most {_DEFAULT_POOL_SHARE:.0%} of available memory)"
+            elif name.endswith("slo_ms"):
+                text += " (default: none; without an SLO only idle windows are lent)"
+            else:
+                text += f" (default: {info.default!r})"
+            kwargs: dict[str, Any] = {"choices": _CHOICES[name]} if name in _CHOICES else {}
+            kwargs["type"] = _NUMBERS.get(name, str)
+            metavar = {"rollout": "ROLLOUT_MODEL", "rollout_args": '"ARGS"'}.get(name)
+            if metavar:
+                kwargs["metavar"] = metavar
+            group.add_argument(flag_of(name), default=None, help=text.replace("%", "%%"), **kwargs)
+        return parser
+
+    return add_cli_args
+
+
+def _with_pair(original: Any) -> Any:
+    def cmd(args: argparse.Namespace) -> None:
+        given = {n: getattr(args, f"coserve_{n}", None) for n in CoserveConfig.model_fields}
+        given = {n: v for n, v in given.items() if v is not None}
+        from vllm_coserve.api.context import current_context
+
+        if current_context() is not None and "rollout" not in given:
+            return original(args)  # this is the sidecar itself
+        if not given:
+            return original(args)
+        try:
+            if "rollout" not in given:
+                raise ConfigurationError(f"{flag_of(next(iter(given)))} needs --coserve-rollout ROLLOUT_MODEL beside it")
+            with pair(args, parse_config(given)):
+                original(args)
+        except CoserveError as exc:
+            print(f"vllm serve: error: {exc}", file=sys.stderr)
+            sys.exit(EXIT_CONFIGURATION)
+        return None
+
+    return cmd
+
+
+@contextlib.contextmanager
+def pair(args: argparse.Namespace, config: CoserveConfig) -> Iterator[Context]:
+    """Make the shared memory of a pair, start its rollout engine, and end all of it with the server.
+
+    Raises:
+        ConfigurationError: the flags, the model, the ports or the memory do not allow it; nothing was started.
+    """
+    from vllm_coserve.engine.install import install
+    from vllm_coserve.engine.supervisor import Supervisor
+    from vllm_coserve.memory.host import create_pool
+
+    preflight(args, config)
+    pool_pages = int(pool_gib(config) * _GIB) // PAGE_BYTES
+    if pool_pages < 4:
+        raise ConfigurationError(f"--coserve-pool-gib {config.pool_gib}: the pool needs at least 4 pages of 2 MiB")
+    block, control_fd = ControlBlock.create(pool_pages, PAGE_BYTES)
+    context = Context(
+        side="serving",
+        owner_pid=os.getpid(),
+        control_fd=control_fd,
+        pool_fd=create_pool(pool_pages, PAGE_BYTES),
+        members_fd=os.memfd_create("coserve-members", os.MFD_CLOEXEC),
+        rollout_port=config.rollout_port,
+        serving_port=args.port or 8000,
+        config=config,
+    )
+    # The pool takes the place of vLLM's own KV memory; its size is what get_kv_cache_configs is told instead.
+    args.kv_cache_memory_bytes = 64 << 20
+    block.set(Word.ACTIVE_WANTED, int(config.start == "active"))
+    context.export()
+    install(context)
+    keys = args.api_key if isinstance(args.api_key, list) else [args.api_key] if args.api_key else []
+    supervisor = Supervisor(context, block, api_keys=[k for k in keys if k])
+    patch("app_state", lambda original: _after_proof(original, block, supervisor))
+    supervisor.start()
+    try:
+        yield context
+    finally:
+        supervisor.stop()
+        if supervisor.failure:
+            raise ConfigurationError(supervisor.failure)
+
+
+def _after_proof(original: Any, block: ControlBlock, supervisor: Any) -> Any:
+    """Wrap vLLM's last step before it listens: both engines must have proved the plugin active in their processes."""
+
+    async def init_app_state(*args: Any, **kwargs: Any) -> Any:
+        from vllm_coserve.engine.core_runtime import KIND_CORE, KIND_WORKER, SIDE_SERVING
+
+        deadline = time.monotonic() + _PROOF_TIMEOUT_S
+        while not block.get(Word.SERVING_READY) and time.monotonic() < deadline:
+            await asyncio.sleep(0.02)
+        # The first rollout engine either comes up or ends the start (see Supervisor); later ones never matter here.
+        while block.get(Word.SERVING_READY) and not block.get(Word.ROLLOUT_READY) and not supervisor.failure:
+            await asyncio.sleep(0.02)
+        kinds = {"worker": KIND_WORKER, "engine core": KIND_CORE}
+        missing = [name for name, kind in kinds.items() if not block.member_pid(SIDE_SERVING, kind)]
+        if missing or not block.get(Word.SERVING_READY):
+            raise ConfigurationError(
+                f"the vllm-coserve plugin is not active in the serving {' and '.join(missing) or 'engine core'}: "
+                "see the log above for its error, and check that VLLM_PLUGINS, where it is set, names coserve"
+            )
+        return await original(*args, **kwargs)
+
+    return init_app_state
+
+
+def pool_gib(config: CoserveConfig) -> float:
+    """Size of the page pool in GiB, checked against the memory there is.
+
+    Raises:
+        ConfigurationError: more than is available.
+    """
+    available = available_memory_bytes() / _GIB
+    if config.pool_gib is None:
+        return min(_DEFAULT_POOL_GIB, available * _DEFAULT_POOL_SHARE)
+    if config.pool_gib > available:
+        raise ConfigurationError(
+            f"--coserve-pool-gib {config.pool_gib:g} is larger than the memory that is available "
+            f"({available:.2f} GiB): lower it, both models need memory of their own beside the pool"
+        )
+    return config.pool_gib
+
+
+def available_memory_bytes() -> int:
+    """Memory that can be had without swapping."""
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    raise ConfigurationError("/proc/meminfo does not say how much memory is available: give --coserve-pool-gib")
+
+
+def preflight(args: argparse.Namespace, config: CoserveConfig) -> None:
+    """Find what cannot work before anything is started.
+
+    Raises:
+        ConfigurationError: says the fix.
+    """
+    serving_port = args.port or 8000
+    if config.rollout_port == serving_port:
+        raise ConfigurationError(
+            f"--coserve-rollout-port {config.rollout_port} is the serving port too: choose another, --port is {serving_port}"
+        )
+    host = args.host or ""
+    check_port(host, serving_port, "--port")
+    check_port("127.0.0.1", config.rollout_port, "--coserve-rollout-port")
+    for flag in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
+        if (getattr(args, flag, 1) or 1) > 1:
+            name = "--" + flag.replace("_", "-")
+            raise ConfigurationError(f"--coserve-rollout lends one device: {name} must be 1, or leave co-serving off")
+    if getattr(args, "kv_transfer_config", None):
+        raise ConfigurationError("--coserve-rollout cannot be combined with --kv-transfer-config yet: leave one out")
+    if getattr(args, "headless", False) or getattr(args, "grpc", False):
+        raise ConfigurationError("--coserve-rollout needs vLLM's HTTP API server: leave --headless and --grpc out")
+    check_model(config.rollout)
+
+
+def check_port(host: str, port: int, flag: str) -> None:
+    """Raises ConfigurationError when somebody listens on a port already."""
+    try:
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as s:
+            s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            s.bind((host, port))
+    except OSError as exc:
+        raise ConfigurationError(f"port {port} cannot be used ({exc.strerror}): give another with {flag}") from exc
+
+
+def check_model(model: str) -> None:
+    """Raises ConfigurationError when the rollout model cannot be found or is none that vLLM can read."""
+    path = Path(model)
+    if path.exists():
+        if not (path / "config.json").is_file():
+            raise ConfigurationError(
+                f"--coserve-rollout {model}: there is no config.json in it; give a folder with a Hugging Face model"
+            )
+        return
+    if model.startswith(("/", "./", "../", "~")) or model.count("/") > 1:
+        raise ConfigurationError(
+            f"--coserve-rollout {model}: there is no such folder; give a Hugging Face model name or an existing folder"
+        )
+    from transformers import AutoConfig
+
+    try:
+        AutoConfig.from_pretrained(model)
+    except Exception as exc:  # recovery: whatever the hub client raised, the user's fix is the same
+        raise ConfigurationError(
+            f"--coserve-rollout {model}: the model cannot be loaded ({type(exc).__name__}: {str(exc).splitlines()[0]}); "
+            "check its name, the network and your Hugging Face token, or give a local folder"
+        ) from exc

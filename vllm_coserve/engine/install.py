@@ -1,0 +1,261 @@
+"""Puts the side's hooks into vLLM, in each process of a co-serving pair."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from vllm_coserve.api.context import Context
+from vllm_coserve.api.errors import ContractError
+from vllm_coserve.control.block import ControlBlock
+from vllm_coserve.engine.core_runtime import KIND_WORKER, SIDE_ROLLOUT, SIDE_SERVING, CoreRuntime, logger
+from vllm_coserve.engine.seams import patch
+from vllm_coserve.engine.worker_hooks import TorchWithKvTensor, WorkerRuntime
+
+KV_CACHE_LAYOUT = "BLHNC"  # block-outermost: a page holds whole blocks of every layer
+
+
+class _Process:
+    """What this process has of the pair; runtimes are made when vLLM first needs them."""
+
+    def __init__(self, context: Context) -> None:
+        self.context = context
+        fd = context.open(context.control_fd)
+        self.block = ControlBlock.attach(fd)
+        os.close(fd)
+        self._core: CoreRuntime | None = None
+        self._worker: WorkerRuntime | None = None
+
+    @property
+    def side(self) -> int:
+        return SIDE_SERVING if self.context.side == "serving" else SIDE_ROLLOUT
+
+    @property
+    def core(self) -> CoreRuntime:
+        if self._core is None:
+            from vllm_coserve.engine.rollout_runtime import RolloutRuntime
+            from vllm_coserve.engine.serving_runtime import ServingRuntime
+
+            make = ServingRuntime if self.side == SIDE_SERVING else RolloutRuntime
+            self._core = make(self.context, self.block)
+        return self._core
+
+    @property
+    def worker(self) -> WorkerRuntime:
+        if self._worker is None:
+            self._worker = WorkerRuntime(self.context, self.block)
+        return self._worker
+
+
+_process: _Process | None = None
+
+
+def install(context: Context) -> ControlBlock:
+    """Install the hooks of `context.side`, once a process. Returns the pair's control block."""
+    global _process
+    if _process is None:
+        _process = _Process(context)
+        os.environ["VLLM_KV_CACHE_LAYOUT"] = KV_CACHE_LAYOUT
+        _install_queues(_process)
+        _install_worker(_process)
+        _install_memory(_process)
+        _install_loop(_process)
+    return _process.block
+
+
+def _install_queues(process: _Process) -> None:
+    from vllm_coserve.engine.queues import futex_condition_class
+
+    patch("queue_condition", lambda original: futex_condition_class(original, process.block))
+
+
+def _install_worker(process: _Process) -> None:
+    def allocate_with(original: Any) -> Any:
+        def allocate_kv_cache(*args: Any, **kwargs: Any) -> Any:
+            import vllm.v1.worker.utils as utils
+
+            genuine = utils.torch
+            shim = TorchWithKvTensor(genuine, process.worker.kv_tensor)
+            utils.torch = shim
+            try:
+                caches = original(*args, **kwargs)
+            finally:
+                utils.torch = genuine
+            if shim.calls != 1:
+                raise ContractError(f"allocate_kv_cache made {shim.calls} tensors; vllm-coserve expects one")
+            process.block.join(process.side, KIND_WORKER, os.getpid())
+            return caches
+
+        return allocate_kv_cache
+
+    def execute_after_sync(original: Any) -> Any:
+        def execute_model(self: Any, scheduler_output: Any) -> Any:
+            process.worker.sync()
+            return original(self, scheduler_output)
+
+        return execute_model
+
+    def admit_block_outermost(original: Any) -> Any:
+        def supported_kv_cache_layouts(cls: type) -> Any:
+            from vllm.v1.kv_cache_layout import KVCacheLayout
+
+            return (KVCacheLayout[KV_CACHE_LAYOUT], *original(cls))
+
+        return supported_kv_cache_layouts
+
+    patch("kv_alloc_v1", allocate_with)
+    patch("kv_alloc_v2", allocate_with)
+    patch("worker_step", execute_after_sync)
+    patch("cpu_layouts", admit_block_outermost)
+
+
+def _install_memory(process: _Process) -> None:
+    def virtual_capacity(original: Any) -> Any:
+        def get_kv_cache_configs(vllm_config: Any, kv_cache_specs: Any, available_memory: list[int]) -> Any:
+            capacity = process.core.kv_capacity_bytes()
+            configs = original(vllm_config, kv_cache_specs, [capacity] * len(available_memory))
+            if len(configs) != 1:
+                raise ContractError("--coserve-rollout supports one device per engine: set --tensor-parallel-size 1")
+            process.core.learn_geometry(configs[0])
+            return configs
+
+        return get_kv_cache_configs
+
+    def elastic(original: Any) -> Any:
+        def make_block_pool(*args: Any, **kwargs: Any) -> Any:
+            from vllm_coserve.engine.block_pool import ElasticBlockPool
+
+            core = process.core
+            core.pool = ElasticBlockPool(
+                *args,
+                geometry=core.geometry,
+                pager=core,
+                group_by_request=process.side == SIDE_ROLLOUT,
+                **kwargs,
+            )
+            return core.pool
+
+        return make_block_pool
+
+    def pages_first(original: Any) -> Any:
+        def get_num_blocks_to_allocate(self: Any, request_id: str, *args: Any, **kwargs: Any) -> int:
+            count = original(self, request_id, *args, **kwargs)
+            pool = process.core.pool
+            if pool is not None and count > 0:
+                process.core.guarded("mapping pages", lambda: pool.ensure_free(count, request_id))
+            return count
+
+        return get_num_blocks_to_allocate
+
+    patch("kv_configs", virtual_capacity)
+    patch("block_pool", elastic)
+    patch("blocks_needed", pages_first)
+
+
+def _install_loop(process: _Process) -> None:
+    serving = process.side == SIDE_SERVING
+
+    def run_attached(original: Any) -> Any:
+        def run_busy_loop(self: Any) -> Any:
+            process.core.attach(self)
+            logger.info("coserve: %s engine core is active", process.context.side)
+            try:
+                return original(self)
+            finally:
+                process.core.stopping.set()
+
+        return run_busy_loop
+
+    def message(original: Any) -> Any:
+        def _handle_client_request(self: Any, request_type: Any, request: Any) -> Any:
+            from vllm.v1.engine import EngineCoreRequestType
+
+            if request_type == EngineCoreRequestType.WAKEUP:
+                process.core.guarded("work between steps", process.core.on_wakeup)
+            return original(self, request_type, request)
+
+        return _handle_client_request
+
+    def scheduled(original: Any) -> Any:
+        def schedule(self: Any, *args: Any, **kwargs: Any) -> Any:
+            output = original(self, *args, **kwargs)
+            core = process.core
+            if core.scheduler is None:
+                core.scheduler = self
+            core.guarded("reading the schedule", lambda: core.after_schedule(output))
+            return output
+
+        return schedule
+
+    def updated(original: Any) -> Any:
+        def update_from_output(self: Any, scheduler_output: Any, model_runner_output: Any) -> Any:
+            process.core.guarded("handing over", lambda: process.core.after_device(scheduler_output))
+            return original(self, scheduler_output, model_runner_output)
+
+        return update_from_output
+
+    patch("core_loop", run_attached)
+    patch("core_message", message)
+    patch("schedule", scheduled)
+    patch("update", updated)
+    if serving:
+        _install_serving_loop(process)
+    else:
+        _install_rollout_loop(process)
+
+
+def _install_serving_loop(process: _Process) -> None:
+    def arrival(original: Any) -> Any:
+        def preprocess_add_request(self: Any, request: Any) -> Any:
+            process.core.guarded("seeing an arrival", process.core.on_arrival)
+            return original(self, request)
+
+        return preprocess_add_request
+
+    def process_input(original: Any) -> Any:
+        def _process_input_queue(self: Any) -> Any:
+            runtime = process.core
+            if not self.has_work() and self.is_running():
+                runtime.guarded("opening the gate", runtime.on_idle)
+            result = original(self)
+            runtime.guarded("closing the gate", runtime.on_busy)
+            return result
+
+        return _process_input_queue
+
+    def step(original: Any) -> Any:
+        def _process_engine_step(self: Any) -> bool:
+            runtime = process.core
+            if runtime.guarded("granting a turn", runtime.grant_turn, False):
+                return False  # messages first: a request may have come in meanwhile
+            return original(self)
+
+        return _process_engine_step
+
+    patch("core_arrival", arrival)
+    patch("core_input", process_input)
+    patch("core_step", step)
+
+
+def _install_rollout_loop(process: _Process) -> None:
+    def step(original: Any) -> Any:
+        def _process_engine_step(self: Any) -> bool:
+            runtime = process.core
+            runtime.guarded("work between steps", runtime.between_steps)
+            if not (self.scheduler.running or self.scheduler.waiting):
+                return original(self)  # only finished requests to tell the worker about
+            turn = runtime.guarded("asking for the device", runtime.enter_turn)
+            if turn is None:
+                return False
+            runtime.start_turn(turn)
+            try:
+                executed = original(self)
+            finally:
+                runtime.end_turn()
+            if not executed:
+                runtime.nothing_scheduled()
+            return executed
+
+        return _process_engine_step
+
+    patch("core_step", step)

@@ -1,0 +1,342 @@
+"""The rollout engine core's part: asks for the device, gives pages back when told, ends requests that must go."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+from vllm_coserve.api.context import Context
+from vllm_coserve.control.block import WHO_ROLLOUT, ControlBlock
+from vllm_coserve.control.gate import RolloutGate, Turn
+from vllm_coserve.control.words import Bell, Word
+from vllm_coserve.engine.core_runtime import SIDE_ROLLOUT, CoreRuntime, logger
+from vllm_coserve.memory.ledger import RolloutLedger
+from vllm_coserve.policy.latency import StepShape
+from vllm_coserve.policy.victims import Candidate, choose_victims
+
+REASON_RECLAIMED = "coserve:reclaimed"
+REASON_STALLED = "coserve:stalled"
+REASON_DEACTIVATED = "coserve:deactivated"
+
+_TURN_WAIT_S = 0.005
+_GRANT_WAIT_S = 0.002
+_UNMAP_WAIT_S = 0.05
+_NOTHING_SCHEDULED_BACKOFF_S = 0.005
+_SPARE_BLOCKS = 8  # asked for ahead of need, beside one block a running request
+_LISTEN_S = 0.05
+_UPKEEP_S = 0.5
+
+
+class RolloutRuntime(CoreRuntime):
+    """See `CoreRuntime`."""
+
+    side, who = SIDE_ROLLOUT, WHO_ROLLOUT
+    _table_version, _table_applied = Word.ROLLOUT_TABLE_VERSION, Word.ROLLOUT_TABLE_APPLIED
+    _mapper_bell, _mapped_bell = Bell.ROLLOUT_MAPPER, Bell.ROLLOUT_MAPPED
+    _faults = Word.ROLLOUT_GATE_FAULTS
+
+    def __init__(self, context: Context, block: ControlBlock) -> None:
+        super().__init__(context, block)
+        self.ledger = RolloutLedger(block.owners)
+        self.gate = RolloutGate(block)
+        self.in_turn = False
+        self._granted_seq = -1
+        self._held: set[int] = set()  # pages that are ours and known, mapped or spare
+        self._full_chunk = 0  # vLLM's own max_num_scheduled_tokens
+        self._progress: dict[str, tuple[int, float]] = {}  # request -> (computed tokens, since when)
+        self._next_upkeep_s = 0.0
+        self._refused_until_s = 0.0
+        for word in (Word.ROLLOUT_TOKENS, Word.ROLLOUT_STEPS, Word.ROLLOUT_WANTED_PAGES, Word.ROLLOUT_DEACTIVATED):
+            block.set(word, 0)
+
+    def attach(self, core: Any) -> None:
+        self._full_chunk = core.scheduler.max_num_scheduled_tokens
+        super().attach(core)
+
+    def profile_step(self) -> Callable[[], Any] | None:
+        if not self.block.get(Word.ACTIVE_WANTED):
+            return None
+
+        def step() -> None:
+            self.between_steps()
+            if self.enter_turn() is not None:
+                self.in_turn = True
+                try:
+                    self.core.step_fn()
+                finally:
+                    self.end_turn()
+
+        return step
+
+    def _background(self) -> None:
+        """Wakes the main thread while it sleeps without requests, when pages are wanted back or the state changes."""
+        block = self.block
+        block.set(Word.ROLLOUT_READY, 1)
+        block.ring(Bell.ARBITER)
+        while not self.stopping.is_set():
+            seen = block.bell(Bell.ROLLOUT_CORE)
+            if self._has_orders():
+                self.wake_main()
+            block.wait(Bell.ROLLOUT_CORE, seen, _LISTEN_S)
+            time.sleep(0.001)  # bells ring for every turn; orders are looked at no more than that often
+
+    def _has_orders(self) -> bool:
+        get = self.block.get
+        return get(Word.RECLAIM_SEQ) != get(Word.RECLAIM_DONE_SEQ) or get(Word.ACTIVE_WANTED) == get(
+            Word.ROLLOUT_DEACTIVATED
+        )
+
+    # ---- compute
+
+    def enter_turn(self) -> Turn | None:
+        """Wait briefly for leave to step; None: look after messages and come again."""
+        if self.config.policy == "none":
+            return Turn(True, self.config.chunk_tokens)
+        if not self.block.get(Word.ROLLOUT_READY):  # profiling at start-up: through the gate, with a guess
+            return self.gate.enter(0.2, _TURN_WAIT_S)
+        now_s = time.monotonic()
+        if now_s < self._refused_until_s:
+            time.sleep(self._refused_until_s - now_s)
+            return None
+        expected_s = self._publish_offer()
+        return self.gate.enter(expected_s, _TURN_WAIT_S)
+
+    def start_turn(self, turn: Turn) -> None:
+        """Bound the step by what was granted: all decodes and `chunk_tokens` prompt tokens."""
+        self.in_turn = True
+        decodes = self.block.get(Word.OFFER_DECODES)
+        self.scheduler.max_num_scheduled_tokens = max(1, min(self._full_chunk, decodes + turn.chunk_tokens))
+
+    def end_turn(self) -> None:
+        """Return the device; called as soon as the worker has answered, and again (for nothing) after the step."""
+        if self.in_turn:
+            self.in_turn = False
+            self.gate.leave()
+            self.scheduler.max_num_scheduled_tokens = self._full_chunk
+
+    def _publish_offer(self) -> float:
+        """Tell serving what the next step would cost; returns the expected length of the largest one, in seconds."""
+        decodes = context = prefill = 0
+        for request in self.scheduler.running:
+            left = request.num_tokens - request.num_computed_tokens
+            if left > 1:
+                prefill += left
+            else:
+                decodes += 1
+                context += request.num_computed_tokens
+        waiting = self.scheduler.waiting
+        for i, request in enumerate(waiting):
+            if i >= 16:
+                break
+            prefill += max(1, request.num_tokens - request.num_computed_tokens)
+        model = self.clock.model
+        decode_s = model.predict_s(StepShape(0, 0, decodes, context)) if decodes else model.predict_s(_EMPTY)
+        token_s = model.per_prefill_token_s()
+        set_ = self.block.set
+        set_(Word.OFFER_DECODE_NS, int(decode_s * 1e9))
+        set_(Word.OFFER_TOKEN_NS, max(1, int(token_s * 1e9)))
+        set_(Word.OFFER_PREFILL_TOKENS, prefill)
+        set_(Word.OFFER_MARGIN_PPM, int(model.margin() * 1e6))
+        set_(Word.OFFER_DECODES, decodes)
+        return (decode_s + token_s * min(prefill, self.config.chunk_tokens)) * model.margin()
+
+    def nothing_scheduled(self) -> None:
+        """A turn was used for nothing (no pages): ask for none until pages may have come."""
+        self._refused_until_s = time.monotonic() + _NOTHING_SCHEDULED_BACKOFF_S
+        self.block.set(Word.OFFER_DECODES, 0)
+        self.block.set(Word.OFFER_PREFILL_TOKENS, 0)
+
+    def after_device(self, scheduler_output: Any) -> None:
+        """The worker has answered."""
+        start_ns, end_ns = self.clock.ended(learn=self.config.policy != "none")
+        self.end_turn()
+        if self.clock.tokens:
+            self.block.record_turn(self.who, start_ns, end_ns, self.clock.tokens)
+            self.block.add(Word.ROLLOUT_STEPS)
+            self.block.add(Word.ROLLOUT_BUSY_NS, end_ns - start_ns)
+        sampled = sum(
+            1
+            for req_id in scheduler_output.num_scheduled_tokens
+            if (r := self.scheduler.requests.get(req_id)) is not None and not r.is_prefill_chunk
+        )
+        self.block.add(Word.ROLLOUT_TOKENS, sampled)
+
+    # ---- between steps: pages, orders, upkeep
+
+    def between_steps(self) -> None:
+        """All that changes requests or blocks, on the main thread and with no step in flight."""
+        block = self.block
+        if not block.get(Word.ACTIVE_WANTED):
+            self._deactivate()
+        elif block.get(Word.ROLLOUT_DEACTIVATED):
+            block.set(Word.ROLLOUT_DEACTIVATED, 0)
+            block.ring(Bell.ARBITER)
+        if block.get(Word.RECLAIM_SEQ) != block.get(Word.RECLAIM_DONE_SEQ):
+            self._meet_reclaim()
+        self.finish_releases()
+        self._look_for_pages()
+        now_s = time.monotonic()
+        if now_s >= self._next_upkeep_s:
+            self._next_upkeep_s = now_s + _UPKEEP_S
+            self._upkeep(now_s)
+        self._publish_wish()
+        block.set(Word.ROLLOUT_RUNNING, len(self.scheduler.running))
+        block.set(Word.ROLLOUT_WAITING, len(self.scheduler.waiting))
+        block.set(Word.ROLLOUT_HEARTBEAT_NS, time.monotonic_ns())
+
+    def _look_for_pages(self) -> list[int]:
+        """Map pages that were granted since the last look."""
+        seq = self.block.get(Word.GRANTED_SEQ)
+        if seq == self._granted_seq or self.pool is None:
+            return []
+        self._granted_seq = seq
+        fresh = [p for p in self.ledger.granted() if p not in self._held and not self._is_leaving(p)]
+        self._held.update(fresh)
+        self.pool.add_pages(fresh)
+        return fresh
+
+    def _is_leaving(self, page: int) -> bool:
+        return any(page in pages for _, pages in self._pending)
+
+    def acquire_pages(self, wanted: int, needed: int) -> list[int]:
+        """See `block_pool.Pager`: the rollout is given pages, so publish the wish and wait a moment for an answer."""
+        self._look_for_pages()
+        if self.pool is None:
+            return []
+        if needed <= 0 or not self.block.get(Word.ACTIVE_WANTED):
+            return []
+        self.block.set(Word.ROLLOUT_WANTED_PAGES, max(wanted, self.block.get(Word.ROLLOUT_WANTED_PAGES)))
+        deadline = time.monotonic() + _GRANT_WAIT_S
+        self.block.ring(Bell.ARBITER)
+        while not self._look_for_pages():
+            seen = self.block.bell(Bell.ROLLOUT_CORE)
+            left = deadline - time.monotonic()
+            if left <= 0 or self.block.get(Word.GRANTED_SEQ) != self._granted_seq:
+                break
+            self.block.wait(Bell.ROLLOUT_CORE, seen, left)
+        self._look_for_pages()
+        return []  # they are mapped already
+
+    def _publish_wish(self) -> None:
+        """Ask ahead of need: room for the prompts that wait and one more block for each running request."""
+        pool = self.pool
+        if pool is None:
+            return
+        block_tokens = self.core.vllm_config.cache_config.block_size
+        blocks = len(self.scheduler.running) + _SPARE_BLOCKS if self.scheduler.running else 0
+        for i, request in enumerate(self.scheduler.waiting):
+            if i >= 8:
+                break
+            blocks += request.num_tokens // block_tokens + 2
+        short = blocks - pool.slots.num_free
+        wanted = pool.slots.geometry.pages_for(short) if short > 0 else 0
+        before = self.block.get(Word.ROLLOUT_WANTED_PAGES)
+        self.block.set(Word.ROLLOUT_WANTED_PAGES, wanted)
+        if wanted and not before:
+            self.block.ring(Bell.ARBITER)
+
+    def _meet_reclaim(self) -> None:
+        """Come down to the cap: spare pages, empty slots, oldest cache, then whole requests (ROSE: emergency cut)."""
+        block, pool = self.block, self.pool
+        assert pool is not None
+        seq, cap = block.get(Word.RECLAIM_SEQ), block.get(Word.ROLLOUT_CAP_PAGES)
+        self._granted_seq = -1
+        self._look_for_pages()
+        need = len(self._held) - cap
+        if need > 0:
+            spare = pool.take_spare_pages()
+            self._give_back(spare)
+            need -= len(spare)
+        if need > 0:
+            need -= self._drop(pool.slots_to_give(need))
+        while need > 0 and self.scheduler.running:
+            self._abort(self._victims(need), REASON_RECLAIMED, Word.RECLAIM_ABORTS)
+            need -= self._drop(pool.slots_to_give(need))
+        self.finish_releases(_UNMAP_WAIT_S)
+        block.set(Word.RECLAIM_DONE_SEQ, seq)
+        block.ring(Bell.ARBITER)
+        block.ring(Bell.SERVING_CORE)
+
+    def _drop(self, slots: list[int]) -> int:
+        assert self.pool is not None
+        pages = self.pool.drop_slots(slots)
+        self._held.difference_update(pages)
+        self._release_later(pages)
+        return len(pages)
+
+    def _give_back(self, pages: list[int]) -> None:
+        self._held.difference_update(pages)
+        self.ledger.put(pages)
+        self.block.ring(Bell.ARBITER)
+
+    def _victims(self, need: int) -> list[str]:
+        """Running requests to end so that `need` more slots have nothing in use."""
+        assert self.pool is not None
+        geometry = self.pool.slots.geometry
+        candidates = []
+        for request in self.scheduler.running:
+            blocks = [b for group in self.scheduler.kv_cache_manager.get_block_ids(request.request_id) for b in group]
+            on_slot: dict[int, int] = defaultdict(int)
+            for block in blocks:
+                for slot in geometry.slots_of(block):
+                    on_slot[slot] += 1
+            candidates.append(Candidate(request.request_id, dict(on_slot), request.num_computed_tokens))
+        return choose_victims(candidates, self.pool.slots.used, need)
+
+    def _abort(self, request_ids: list[str], reason: str, counter: Word | None) -> None:
+        """End requests; their clients get the tokens so far, finish_reason "abort" and the reason as stop_reason."""
+        if not request_ids:
+            return
+        from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
+        from vllm.v1.request import RequestStatus
+
+        ended = self.scheduler.finish_requests(request_ids, RequestStatus.FINISHED_ABORTED)
+        by_client: dict[int, list[str]] = defaultdict(list)
+        for request in ended:
+            by_client[request.client_index].append(request.request_id)
+        for client, ids in by_client.items():
+            outputs = [EngineCoreOutput(i, [], finish_reason=FinishReason.ABORT, stop_reason=reason) for i in ids]
+            self.core.output_queue.put_nowait((client, EngineCoreOutputs(finished_requests=set(ids), outputs=outputs)))
+        if counter is not None:
+            self.block.add(counter, len(ended))
+        logger.info("coserve: ended %d rollout requests: %s", len(ended), reason)
+
+    def _deactivate(self) -> None:
+        """Give everything back and take no requests until activated again."""
+        assert self.pool is not None
+        self._abort(list(self.scheduler.requests), REASON_DEACTIVATED, None)
+        if self.block.get(Word.ROLLOUT_DEACTIVATED) and not self._held:
+            return
+        self._granted_seq = -1
+        self._look_for_pages()
+        self._give_back(self.pool.take_spare_pages())
+        self._drop(self.pool.slots_to_give(self.pool.slots.num_mapped))
+        if self.finish_releases(_UNMAP_WAIT_S) == 0 and not self._held:
+            if not self.block.get(Word.ROLLOUT_DEACTIVATED):
+                logger.info("coserve: rollout engine deactivated, all pages given back")
+            self.block.set(Word.ROLLOUT_DEACTIVATED, 1)
+            self.block.ring(Bell.ARBITER)
+
+    def _upkeep(self, now_s: float) -> None:
+        """Leases and stalls."""
+        assert self.pool is not None
+        if idle := self.pool.idle_slots(self.config.lease_s):
+            spare = _SPARE_BLOCKS if self.scheduler.running else 0
+            if self.pool.slots.num_free > spare or not self.scheduler.running:
+                self._drop(idle)
+        progress: dict[str, tuple[int, float]] = {}
+        stalled = []
+        for request in self.scheduler.running:
+            done, since = self._progress.get(request.request_id, (-1, now_s))
+            if request.num_computed_tokens != done:
+                done, since = request.num_computed_tokens, now_s
+            elif now_s - since > self.config.stall_timeout_s:
+                stalled.append(request.request_id)
+            progress[request.request_id] = (done, since)
+        self._progress = progress
+        self._abort(stalled, REASON_STALLED, Word.STALL_ABORTS)
+
+
+_EMPTY = StepShape(0, 0, 0, 0)

@@ -1,0 +1,332 @@
+"""The serving engine core's part: arbiter of compute and memory."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from vllm_coserve.api.context import Context
+from vllm_coserve.control.block import WHO_SERVING, ControlBlock
+from vllm_coserve.control.gate import ServingGate
+from vllm_coserve.control.words import Bell, Word
+from vllm_coserve.engine.core_runtime import SIDE_ROLLOUT, SIDE_SERVING, CoreRuntime, logger
+from vllm_coserve.memory.host import PoolEraser
+from vllm_coserve.memory.ledger import Owner, ServingLedger
+from vllm_coserve.policy.admission import Grant, RolloutOffer, admit, idle_chunk_tokens
+from vllm_coserve.policy.memory import MemoryConfig, MemoryFacts, MemoryPolicy, urgent_reclaim_to
+from vllm_coserve.policy.slack import PendingPrefill, ServingFacts, Slo, serving_slack
+
+_RECLAIM_WAIT_S = 0.1  # a serving allocation waits for pages at most so long, then vLLM's scheduler does without
+_DEBT_KILL_S = 1.0  # a rollout engine that owes pages for so long is killed; its pages follow within milliseconds
+_TICK_S = 0.02
+_CLEAN_PER_TICK = 16
+_MAX_PREFILLS_SEEN = 64
+
+
+class ServingRuntime(CoreRuntime):
+    """See `CoreRuntime`."""
+
+    side, who = SIDE_SERVING, WHO_SERVING
+    _table_version, _table_applied = Word.SERVING_TABLE_VERSION, Word.SERVING_TABLE_APPLIED
+    _mapper_bell, _mapped_bell = Bell.SERVING_MAPPER, Bell.SERVING_MAPPED
+    _faults = Word.SERVING_GATE_FAULTS
+
+    def __init__(self, context: Context, block: ControlBlock) -> None:
+        super().__init__(context, block)
+        pool_fd = context.open(context.pool_fd)
+        self._eraser = PoolEraser(pool_fd, block.pool_pages, block.page_bytes)
+        self._members_fd = context.open(context.members_fd)
+        self.ledger = ServingLedger(block.owners, self._eraser.zero)
+        self.gate = ServingGate(block)
+        ms = self.config.ttft_slo_ms, self.config.tpot_slo_ms
+        self.slo = Slo(*(None if v is None else v / 1000 for v in ms))
+        self._memory_config = MemoryConfig(headroom_fraction=self.config.headroom)
+        self._memory = MemoryPolicy(self._memory_config, block.pool_pages)
+        self._last_token_s: dict[str, float] = {}
+        self._release_wanted = 0  # cached pages that the policy wants back from serving
+        self._reclaim_since_ns = 0  # when the reclaim that is under way was asked for
+        self._reclaim_from = 0  # pages the rollout held then
+        self._overlapped = False
+
+    def profile_step(self) -> Callable[[], Any]:
+        return self.core.step_fn
+
+    # ---- compute
+
+    @property
+    def gated(self) -> bool:
+        """False with `--coserve-policy none`: both engines compute whenever they like."""
+        return self.config.policy != "none"
+
+    def on_arrival(self) -> None:
+        """A request is being decoded from the socket. Input thread."""
+        self.gate.raise_flag()
+
+    def on_idle(self) -> None:
+        """Nothing to do: open the gate, unless something has come in meanwhile."""
+        wants = self.block.get(Word.SERVING_WANTS)
+        self.between_steps()
+        if self.gated and not self.gate.is_open and self.core.input_queue.empty():
+            offer = self._offer()
+            chunk = idle_chunk_tokens(offer, self.slo, max_chunk_tokens=self.config.chunk_tokens)
+            self.gate.open(wants, chunk)
+
+    def on_wakeup(self) -> None:
+        if self.core.has_work():
+            self.between_steps()
+        else:
+            self.on_idle()
+
+    def on_busy(self) -> None:
+        """There is work: take the device back."""
+        if self.gate.is_open:
+            self.gate.close()
+
+    def grant_turn(self) -> bool:
+        """Before a serving step: lend the device for one rollout step if slack allows; True when a turn was used."""
+        if not self.gated or not (self.scheduler.running or self.scheduler.waiting):
+            return False
+        offer = self._offer()
+        if not (offer.decode_requests or offer.prefill_tokens):
+            return False
+        facts = self._serving_facts()
+        slack = serving_slack(
+            facts,
+            self.slo,
+            self.clock.model,
+            policy=self.config.policy,
+            role=self.config.role,
+            chunk_tokens=self.scheduler.max_num_scheduled_tokens,
+        )
+        seconds = max(-3600.0, min(3600.0, slack.seconds))
+        self.block.set(Word.SLACK_US, int(seconds * 1e6))
+        margin = max(1.0, self.block.get(Word.OFFER_MARGIN_PPM) / 1e6)
+        handover_s = self.block.get(Word.HANDOVER_US) / 1e6
+        decision = admit(
+            slack.seconds, offer, margin=margin, handover_s=handover_s, max_chunk_tokens=self.config.chunk_tokens
+        )
+        if not isinstance(decision, Grant) or self.gate.rollout_is_stuck():
+            self.block.add(Word.DENIALS)
+            return False
+        used = self.gate.grant(decision.chunk_tokens)
+        self.block.add(Word.GRANTS if used else Word.DENIALS)
+        return used
+
+    def _offer(self) -> RolloutOffer:
+        get = self.block.get
+        if not get(Word.ROLLOUT_READY) or get(Word.GENERATION_DEAD) == get(Word.GENERATION):
+            return RolloutOffer(0.0, 0.0, 0, 0)
+        return RolloutOffer(
+            decode_step_s=get(Word.OFFER_DECODE_NS) / 1e9,
+            per_prefill_token_s=get(Word.OFFER_TOKEN_NS) / 1e9,
+            prefill_tokens=get(Word.OFFER_PREFILL_TOKENS),
+            decode_requests=get(Word.OFFER_DECODES),
+        )
+
+    def _serving_facts(self) -> ServingFacts:
+        now_s, to_monotonic = time.monotonic(), time.monotonic() - time.time()
+        prefills: list[PendingPrefill] = []
+        decodes = context = 0
+        oldest: float | None = None
+        for request in self.scheduler.running:
+            left = request.num_prompt_tokens - request.num_computed_tokens
+            if left > 0:
+                prefills.append(PendingPrefill(request.arrival_time + to_monotonic, left, request.num_computed_tokens))
+                continue
+            decodes += 1
+            context += request.num_computed_tokens
+            last = self._last_token_s.get(request.request_id, now_s)
+            oldest = last if oldest is None or last < oldest else oldest
+        for request in self.scheduler.waiting:
+            if len(prefills) >= _MAX_PREFILLS_SEEN:
+                break
+            left = request.num_tokens - request.num_computed_tokens
+            prefills.append(PendingPrefill(request.arrival_time + to_monotonic, left, request.num_computed_tokens))
+        return ServingFacts(now_s, tuple(prefills), oldest, decodes, context)
+
+    def after_schedule(self, scheduler_output: Any) -> None:
+        super().after_schedule(scheduler_output)
+        self._overlapped = bool(self.block.get(Word.ROLLOUT_ACTIVE))
+
+    def after_device(self, scheduler_output: Any) -> None:
+        """The worker has answered; the step's tokens go out next."""
+        learn = not (self._overlapped or self.block.get(Word.ROLLOUT_ACTIVE)) and self.gated
+        start_ns, end_ns = self.clock.ended(learn)
+        if self.clock.tokens:
+            self.block.record_turn(self.who, start_ns, end_ns, self.clock.tokens)
+            self.block.add(Word.SERVING_STEPS)
+            self.block.add(Word.SERVING_BUSY_NS, end_ns - start_ns)
+        now_s = end_ns / 1e9
+        last, requests = self._last_token_s, self.scheduler.requests
+        for req_id in scheduler_output.num_scheduled_tokens:
+            request = requests.get(req_id)
+            if request is not None and request.num_computed_tokens >= request.num_prompt_tokens:
+                last[req_id] = now_s
+        for req_id in scheduler_output.finished_req_ids:
+            last.pop(req_id, None)
+
+    # ---- memory, main thread
+
+    def between_steps(self) -> None:
+        """Work on the block pool that must not run beside the scheduler."""
+        self.finish_releases()
+        wanted, self._release_wanted = self._release_wanted, 0
+        pool = self.pool
+        if wanted > 0 and pool is not None:
+            spare = pool.take_spare_pages()
+            if spare:
+                self.ledger.put(spare)
+            self._release_later(pool.drop_slots(pool.slots_to_give(wanted - len(spare))))
+        self._publish_usage()
+
+    def _publish_usage(self) -> None:
+        if self.pool is not None:
+            slots = self.pool.slots
+            self.block.set(Word.SERVING_USED_PAGES, slots.num_used_slots)
+            self.block.set(Word.SERVING_CACHED_PAGES, slots.num_mapped - slots.num_used_slots)
+
+    def acquire_pages(self, wanted: int, needed: int) -> list[int]:
+        """See `block_pool.Pager`: free pages at once; for what is needed beyond, the rollout must give."""
+        pages = self.ledger.take(max(wanted, needed), Owner.SERVING)
+        if len(pages) < needed and self.ledger.count(Owner.ROLLOUT):
+            self._reclaim_now(needed - len(pages))
+            pages += self.ledger.take(needed - len(pages), Owner.SERVING)
+        if len(pages) < needed and self._pending:
+            self.finish_releases(0.02)
+            pages += self.ledger.take(needed - len(pages), Owner.SERVING)
+        self.block.ring(Bell.ARBITER)  # the headroom shrank: the policy looks at once, not at its next tick
+        return pages
+
+    def _reclaim_now(self, needed: int) -> None:
+        facts = self._memory_facts()
+        self._ask_back(urgent_reclaim_to(facts, needed, self._memory_config), urgent=True)
+        deadline = time.monotonic() + _RECLAIM_WAIT_S
+        while self.ledger.free_pages < needed:
+            seen = self.block.bell(Bell.SERVING_CORE)
+            left = deadline - time.monotonic()
+            if left <= 0 or self.ledger.free_pages >= needed:
+                break
+            self.block.wait(Bell.SERVING_CORE, seen, left)
+        self._note_reclaim_met()
+
+    def _give_back(self, pages: list[int]) -> None:
+        self.ledger.put(pages)
+
+    # ---- memory, arbiter thread
+
+    def _background(self) -> None:
+        self.block.set(Word.SERVING_READY, 1)
+        while not self.stopping.is_set():
+            seen = self.block.bell(Bell.ARBITER)
+            self.guarded("memory arbiter", self._tick)
+            self.block.wait(Bell.ARBITER, seen, _TICK_S)
+
+    def _memory_facts(self) -> MemoryFacts:
+        get = self.block.get
+        alive = get(Word.GENERATION) > get(Word.GENERATION_DEAD)
+        return MemoryFacts(
+            now_s=time.monotonic(),
+            pool_pages=self.block.pool_pages,
+            free_pages=self.ledger.free_pages,
+            serving_used_pages=get(Word.SERVING_USED_PAGES),
+            serving_cached_pages=get(Word.SERVING_CACHED_PAGES),
+            rollout_pages=self.ledger.count(Owner.ROLLOUT),
+            rollout_wanted_pages=get(Word.ROLLOUT_WANTED_PAGES),
+            rl_step=get(Word.RL_STEP),
+            rollout_alive=alive,
+            rollout_active=bool(get(Word.ACTIVE_WANTED)),
+        )
+
+    def _tick(self) -> None:
+        block = self.block
+        block.set(Word.SERVING_HEARTBEAT_NS, time.monotonic_ns())
+        self._clear_dead_generation()
+        facts = self._memory_facts()
+        decision = self._memory.decide(facts)
+        block.set(Word.BUDGET_PAGES, decision.budget_pages)
+        if decision.cut:
+            block.add(Word.CUTS)
+            logger.info("coserve: emergency cut, rollout budget is now %d pages", decision.budget_pages)
+        if decision.reclaim_to_pages < facts.rollout_pages and facts.rollout_alive:
+            self._ask_back(decision.reclaim_to_pages, urgent=False)
+        elif decision.grant_pages > 0:
+            self._lend(decision.grant_pages)
+        self._note_reclaim_met()
+        self._check_debt()
+        if decision.serving_release_pages > 0 and not self._release_wanted:
+            self._release_wanted = decision.serving_release_pages
+            self.wake_main()
+        elif self._pending:
+            self.wake_main()
+        self.ledger.clean_some(_CLEAN_PER_TICK)
+
+    def _lend(self, count: int) -> None:
+        if self.ledger.take(count, Owner.ROLLOUT):
+            held = self.ledger.count(Owner.ROLLOUT)
+            self.block.set(Word.ROLLOUT_CAP_PAGES, max(held, self.block.get(Word.BUDGET_PAGES)))
+            if held > self.block.get(Word.ROLLOUT_PAGES_MAX):
+                self.block.set(Word.ROLLOUT_PAGES_MAX, held)
+            self.block.add(Word.GRANTED_SEQ)
+            self.block.ring(Bell.ROLLOUT_CORE)
+
+    def _ask_back(self, to_pages: int, urgent: bool) -> None:
+        block = self.block
+        under_way = block.get(Word.RECLAIM_SEQ) != block.get(Word.RECLAIM_DONE_SEQ)
+        if under_way and to_pages >= block.get(Word.ROLLOUT_CAP_PAGES):
+            return  # asked already
+        if not under_way:
+            self._reclaim_since_ns = time.monotonic_ns()
+            self._reclaim_from = self.ledger.count(Owner.ROLLOUT)
+        block.set(Word.ROLLOUT_CAP_PAGES, to_pages)
+        block.set(Word.RECLAIM_URGENT, int(urgent))
+        block.add(Word.RECLAIM_SEQ)
+        block.ring(Bell.ROLLOUT_CORE)
+
+    def _note_reclaim_met(self) -> None:
+        block, since_ns = self.block, self._reclaim_since_ns
+        if since_ns and block.get(Word.RECLAIM_SEQ) == block.get(Word.RECLAIM_DONE_SEQ):
+            self._reclaim_since_ns = 0
+            block.add(Word.RECLAIMS)
+            block.add(Word.RECLAIMED_PAGES, max(0, self._reclaim_from - self.ledger.count(Owner.ROLLOUT)))
+            block.record_reclaim(time.monotonic_ns() - since_ns)
+
+    def _check_debt(self) -> None:
+        """A rollout engine that does not give pages back (stopped, hung) is killed by the supervisor."""
+        since_ns = self._reclaim_since_ns
+        if since_ns and time.monotonic_ns() - since_ns > _DEBT_KILL_S * 1e9:
+            generation = self.block.get(Word.GENERATION)
+            if self.block.get(Word.KILL_GENERATION) != generation:
+                logger.warning("coserve: the rollout engine owes pages for %.1f s, killing it", _DEBT_KILL_S)
+                self.block.set(Word.KILL_GENERATION, generation)
+                self.block.ring(Bell.SUPERVISOR)
+
+    def _clear_dead_generation(self) -> None:
+        """Take the pages of a dead rollout engine back once it is certain that no process maps them."""
+        block = self.block
+        dead = block.get(Word.GENERATION_DEAD)
+        if dead <= block.get(Word.GENERATION_CLEARED) or not nobody_holds(self._members_fd):
+            return
+        pages = self.ledger.put_all_of_rollout()
+        block.rollout_table[:] = -1
+        for word in (Word.ROLLOUT_ACTIVE, Word.ROLLOUT_READY, Word.ROLLOUT_WANTED_PAGES, Word.OFFER_DECODES):
+            block.set(word, 0)  # their writer is gone
+        block.set(Word.OFFER_PREFILL_TOKENS, 0)
+        block.set(Word.RECLAIM_DONE_SEQ, block.get(Word.RECLAIM_SEQ))
+        block.clear_members(SIDE_ROLLOUT)
+        block.set(Word.GENERATION_CLEARED, dead)
+        block.ring(Bell.SUPERVISOR)
+        block.ring(Bell.SERVING_CORE)
+        logger.info("coserve: took %d pages back from rollout engine %d, which is gone", pages, dead)
+
+
+def nobody_holds(members_fd: int) -> bool:
+    """Whether no rollout process has the pool mapped: each holds a shared lock from before its first mapping."""
+    import fcntl
+
+    try:
+        fcntl.flock(members_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    fcntl.flock(members_fd, fcntl.LOCK_UN)
+    return True

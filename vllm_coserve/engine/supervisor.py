@@ -1,0 +1,170 @@
+"""Starts the rollout engine ("sidecar") beside `vllm serve`, starts it again when it dies, and ends it with the server.
+
+The serving side never depends on it: whatever happens to the sidecar, requests of serving's users go on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+from vllm_coserve.api.context import CONTEXT_ENV, Context
+from vllm_coserve.control.block import ControlBlock
+from vllm_coserve.control.words import Bell, Word
+from vllm_coserve.engine.core_runtime import KIND_API, SIDE_ROLLOUT, SIDE_SERVING
+
+logger = logging.getLogger("vllm.coserve")
+
+_BACKOFF_FIRST_S, _BACKOFF_MAX_S = 1.0, 30.0
+_HEALTHY_AFTER_S = 60.0  # a sidecar that lived so long starts with the first back-off again
+_STOP_GRACE_S = 5.0
+_POLL_S = 0.02
+_CLEAR_TIMEOUT_S = 10.0
+
+
+class Supervisor:
+    """Owner of the sidecar's process group. `start` and `stop` are called on the main thread of `vllm serve`."""
+
+    def __init__(self, context: Context, block: ControlBlock, api_keys: list[str]) -> None:
+        self._context, self._block, self._api_keys = context, block, api_keys
+        self._process: subprocess.Popen[bytes] | None = None
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="coserve-supervisor", daemon=True)
+        self.failure: str | None = None
+
+    def start(self) -> None:
+        """Begin to supervise."""
+        self._block.join(SIDE_SERVING, KIND_API, os.getpid())
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the sidecar and all its processes; returns when none is left (bounded)."""
+        self._stopping.set()
+        self._block.ring(Bell.SUPERVISOR)
+        self._thread.join(_STOP_GRACE_S + 10)
+
+    # ---- supervisor thread
+
+    def _run(self) -> None:
+        backoff_s = _BACKOFF_FIRST_S
+        try:
+            while not self._stopping.is_set():
+                started_s = time.monotonic()
+                was_ready = self._run_once()
+                if self._stopping.is_set():
+                    break
+                if not was_ready and self._block.get(Word.GENERATION) == 1:
+                    self._refuse_start()
+                    break
+                if time.monotonic() - started_s > _HEALTHY_AFTER_S:
+                    backoff_s = _BACKOFF_FIRST_S
+                logger.warning("coserve: the rollout engine ended, starting it again in %.0f s", backoff_s)
+                self._stopping.wait(backoff_s)
+                backoff_s = min(backoff_s * 2, _BACKOFF_MAX_S)
+        finally:
+            self._end_group()
+
+    def _run_once(self) -> bool:
+        """One life of the sidecar; returns whether it ever became ready."""
+        block = self._block
+        generation = block.add(Word.GENERATION)
+        self._process = self._spawn()
+        logger.info("coserve: rollout engine %d starts, process %d", generation, self._process.pid)
+        ready = False
+        while self._process.poll() is None and not self._stopping.is_set():
+            seen = block.bell(Bell.SUPERVISOR)
+            ready = ready or bool(block.get(Word.ROLLOUT_READY))
+            if block.get(Word.KILL_GENERATION) == generation or self._lost_a_process(ready):
+                break
+            block.wait(Bell.SUPERVISOR, seen, _POLL_S)
+        if self._stopping.is_set():
+            return ready
+        self._kill_group()
+        block.set(Word.GENERATION_DEAD, generation)
+        block.ring(Bell.ARBITER)
+        self._await_cleared(generation)
+        return ready
+
+    def _lost_a_process(self, ready: bool) -> bool:
+        """The engine core or worker of the sidecar is gone; its API server may take seconds to notice."""
+        if not ready:
+            return False
+        pids = (self._block.member_pid(SIDE_ROLLOUT, kind) for kind in (2, 3))
+        return any(pid and not _is_running(pid) for pid in pids)
+
+    def _await_cleared(self, generation: int) -> None:
+        """A successor may start once the arbiter has the pages; without a serving core there is none to wait for."""
+        deadline = time.monotonic() + _CLEAR_TIMEOUT_S
+        block = self._block
+        while block.get(Word.GENERATION_CLEARED) < generation and time.monotonic() < deadline:
+            seen = block.bell(Bell.SUPERVISOR)
+            if self._stopping.is_set() or not block.get(Word.SERVING_READY):
+                return
+            block.wait(Bell.SUPERVISOR, seen, _POLL_S)
+
+    def _refuse_start(self) -> None:
+        """The first sidecar never came up: a configuration error; serving has taken no traffic yet."""
+        self.failure = (
+            f"the rollout engine of {self._context.config.rollout} did not start; its error is in the log above. "
+            "Check --coserve-rollout and --coserve-rollout-args"
+        )
+        logger.error("coserve: %s", self.failure)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    def _spawn(self) -> subprocess.Popen[bytes]:
+        config = self._context.config
+        env = dict(os.environ)
+        env[CONTEXT_ENV] = self._context.model_copy(update={"side": "rollout"}).model_dump_json()
+        env["VLLM_PLUGINS"] = ",".join(sorted(_plugin_names() | set(filter(None, env.get("VLLM_PLUGINS", "").split(",")))))
+        if self._api_keys:
+            env["VLLM_API_KEY"] = self._api_keys[0]  # not on the command line, which everybody can read
+        argv = [sys.executable, "-m", "vllm_coserve.engine.sidecar", "serve", config.rollout]
+        argv += ["--port", str(config.rollout_port), "--host", "127.0.0.1", "--kv-cache-memory-bytes", str(64 << 20)]
+        argv += ["--no-async-scheduling", *config.rollout_argv]
+        return subprocess.Popen(argv, env=env, start_new_session=True, stdin=subprocess.DEVNULL)
+
+    def _kill_group(self) -> None:
+        process = self._process
+        if process is None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+    def _end_group(self) -> None:
+        """SIGTERM, a grace period, SIGKILL."""
+        process = self._process
+        if process is None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_STOP_GRACE_S)
+        self._kill_group()
+
+
+def _plugin_names() -> set[str]:
+    """General plugins that vLLM would load with VLLM_PLUGINS unset; the sidecar's routes need it set."""
+    from importlib.metadata import entry_points
+
+    if os.environ.get("VLLM_PLUGINS") is not None:
+        return {"coserve"}
+    return {p.name for p in entry_points(group="vllm.general_plugins")} | {"coserve"}
+
+
+def _is_running(pid: int) -> bool:
+    """Whether a process exists and is no zombie."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] not in "ZX"
+
+

@@ -1,0 +1,105 @@
+"""The worker's part: the KV tensor lies over a reserved range, and pages under it come and go."""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import logging
+import os
+import threading
+from typing import Any
+
+from vllm_coserve.api.context import Context
+from vllm_coserve.api.errors import ContractError
+from vllm_coserve.control.block import ControlBlock
+from vllm_coserve.control.words import Bell, Word
+from vllm_coserve.memory.host import HostDriver
+from vllm_coserve.memory.mapper import TableMapper
+
+logger = logging.getLogger("vllm.coserve")
+
+_SLEEP_S = 0.5
+
+
+class WorkerRuntime:
+    """Maps and unmaps pages of one worker process as its engine core writes the slot table.
+
+    A mapper thread applies changes as they come, so that pages are given back without waiting for a step; `sync`
+    applies them before a step. Both work under one lock.
+    """
+
+    def __init__(self, context: Context, block: ControlBlock) -> None:
+        self._context, self._block = context, block
+        serving = context.side == "serving"
+        self._table = block.serving_table if serving else block.rollout_table
+        self._version = Word.SERVING_TABLE_VERSION if serving else Word.ROLLOUT_TABLE_VERSION
+        self._applied = Word.SERVING_TABLE_APPLIED if serving else Word.ROLLOUT_TABLE_APPLIED
+        self._bell = Bell.SERVING_MAPPER if serving else Bell.ROLLOUT_MAPPER
+        self._mapped_bell = Bell.SERVING_MAPPED if serving else Bell.ROLLOUT_MAPPED
+        self._lock = threading.Lock()
+        self._mapper: TableMapper | None = None
+        self._members_fd = -1
+
+    def kv_tensor(self, nbytes: int) -> Any:
+        """int8[nbytes] over the reserved range; nothing is mapped yet.
+
+        Raises:
+            ContractError: vLLM wants another size than the pool's virtual capacity, or asks twice.
+        """
+        import torch
+
+        capacity = self._block.pool_pages * self._block.page_bytes
+        if self._mapper is not None or nbytes > capacity:
+            raise ContractError(f"vLLM asked for a KV cache of {nbytes} bytes; the pool has {capacity}, for one tensor")
+        if self._context.side == "rollout":
+            # Held until this process ends, however it ends: pages are reused only when nobody holds it.
+            self._members_fd = self._context.open(self._context.members_fd)
+            fcntl.flock(self._members_fd, fcntl.LOCK_SH)
+        pool_fd = self._context.open(self._context.pool_fd)
+        driver = HostDriver(pool_fd, self._block.pool_pages, self._block.page_bytes)
+        os.close(pool_fd)
+        self._mapper = TableMapper(driver, self._table)
+        threading.Thread(target=self._follow, name="coserve-mapper", daemon=True).start()
+        return torch.frombuffer((ctypes.c_int8 * nbytes).from_address(driver.address), dtype=torch.int8)
+
+    def sync(self) -> None:
+        """Have everything mapped that the engine core has written so far."""
+        if self._mapper is not None and self._block.get(self._version) != self._block.get(self._applied):
+            self._apply()
+
+    def _apply(self) -> None:
+        assert self._mapper is not None
+        with self._lock:
+            version = self._block.get(self._version)
+            self._mapper.apply()
+            self._block.set(self._applied, version)
+        self._block.ring(self._mapped_bell)
+
+    def _follow(self) -> None:
+        while True:
+            seen = self._block.bell(self._bell)
+            try:
+                self.sync()
+            except OSError:
+                # A half-mapped range would compute on the wrong pages: end this engine, the other goes on.
+                logger.exception("coserve: mapping pages failed, ending this worker")
+                os._exit(1)
+            self._block.wait(self._bell, seen, _SLEEP_S)
+
+
+class TorchWithKvTensor:
+    """Stands in for the module `torch` inside vLLM's allocate_kv_cache: its one `zeros` is the KV tensor."""
+
+    def __init__(self, torch_module: Any, make: Any) -> None:
+        self._torch, self._make = torch_module, make
+        self.calls = 0
+
+    def zeros(self, size: int, *, dtype: Any, device: Any) -> Any:
+        """The reserved range instead of fresh memory."""
+        self.calls += 1
+        if dtype is not self._torch.int8:
+            raise ContractError(f"allocate_kv_cache made a {dtype} tensor; vllm-coserve expects one int8 buffer")
+        return self._make(size)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._torch, name)

@@ -1,0 +1,165 @@
+"""What a step of an engine costs: a linear law, fitted online (ROSE 4.1 profiles; this one corrects itself too)."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import dataclass
+
+import numpy as np
+
+_MIN_S, _MAX_S = 1e-5, 60.0
+_REFIT_EVERY = 16
+_EARLY_REFITS = (4, 8)
+_RIDGE = 0.02  # pull towards the prior, relative to the data's own scale
+_RATIO_WINDOW = 64
+_FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True)
+class StepShape:
+    """What one engine step computes."""
+
+    prefill_tokens: int  # prompt tokens computed in this step, all requests
+    prefill_context_tokens: int  # attention pairs: sum over prefills of chunk * (context before it + chunk / 2)
+    decode_requests: int  # requests that decode one token
+    decode_context_tokens: int  # sum of their context lengths
+
+    def features(self) -> tuple[float, float, float, float, float]:
+        """The law's inputs."""
+        return (
+            1.0,
+            float(self.prefill_tokens),
+            float(self.prefill_context_tokens),
+            float(self.decode_requests),
+            float(self.decode_context_tokens),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Coefficients:
+    """Seconds per step, prefill token, attention pair, decoding request and token of decode context."""
+
+    step_s: float = 2e-3
+    prefill_token_s: float = 1e-4
+    prefill_pair_s: float = 2e-8
+    decode_request_s: float = 2e-4
+    decode_context_s: float = 5e-8
+
+    def values(self) -> tuple[float, ...]:
+        """In the order of `StepShape.features`."""
+        return (
+            self.step_s,
+            self.prefill_token_s,
+            self.prefill_pair_s,
+            self.decode_request_s,
+            self.decode_context_s,
+        )
+
+
+class LatencyModel:
+    """Nonnegative linear cost law over a window of steps.
+
+    Windowed ridge regression on the RELATIVE error, robust to outliers by reweighting. Recursive least squares with
+    forgetting diverged on real engines, so every fit starts from the window and the prior.
+    """
+
+    def __init__(self, prior: Coefficients | None = None, window: int = 256) -> None:
+        self._prior = np.array((prior or Coefficients()).values())
+        self._coef: tuple[float, ...] = tuple(self._prior)
+        self._samples: deque[tuple[tuple[float, ...], float]] = deque(maxlen=window)
+        self._ratios: deque[float] = deque(maxlen=_RATIO_WINDOW)
+        self._seen = 0
+
+    @property
+    def samples(self) -> int:
+        """Observations in the window."""
+        return len(self._samples)
+
+    def observe(self, shape: StepShape, duration_s: float) -> None:
+        """Learn from a step; cheap, never raises, ignores impossible values."""
+        if not (isinstance(duration_s, float | int) and math.isfinite(duration_s) and _MIN_S < duration_s < _MAX_S):
+            return
+        x = shape.features()
+        if min(x) < 0:
+            return
+        self._ratios.append(duration_s / self.predict_s(shape))
+        self._samples.append((x, float(duration_s)))
+        self._seen += 1
+        if self._seen % _REFIT_EVERY == 0 or self._seen in _EARLY_REFITS:
+            self._refit()
+
+    def predict_s(self, shape: StepShape) -> float:
+        """Expected length of a step in seconds, within [1e-5, 60]."""
+        c = self._coef
+        value = (
+            c[0]
+            + c[1] * shape.prefill_tokens
+            + c[2] * shape.prefill_context_tokens
+            + c[3] * shape.decode_requests
+            + c[4] * shape.decode_context_tokens
+        )
+        return _MIN_S if value < _MIN_S else _MAX_S if value > _MAX_S else value
+
+    def margin(self) -> float:
+        """Factor that covers most steps: mean + 2 deviations of actual over predicted, within [1, 3]; 1.25 at first."""
+        if len(self._ratios) < 8:
+            return 1.25
+        # A hiccup of the machine is not the model's error: the largest few do not count.
+        ratios = sorted(self._ratios)[: max(8, int(len(self._ratios) * 0.97))]
+        mean = sum(ratios) / len(ratios)
+        std = math.sqrt(sum((r - mean) ** 2 for r in ratios) / len(ratios))
+        return max(1.0, min(3.0, mean + 2 * std))
+
+    def per_prefill_token_s(self) -> float:
+        """Marginal cost of one more prefill token, in seconds."""
+        return max(1e-9, self._coef[1])
+
+    def _refit(self) -> None:
+        x = np.array([s[0] for s in self._samples])
+        y = np.array([s[1] for s in self._samples])
+        weight = 1.0 / y
+        coef = np.array(self._coef)
+        for _ in range(3):
+            relative = np.abs(x @ coef - y) / y
+            spread = max(0.05, 2.5 * float(np.median(relative)))
+            robust = np.minimum(1.0, spread / np.maximum(relative, 1e-9))
+            coef = self._solve(x, y, weight * np.sqrt(robust))
+        if np.all(np.isfinite(coef)):
+            self._coef = tuple(float(v) for v in coef)
+
+    def _solve(self, x: np.ndarray, y: np.ndarray, weight: np.ndarray) -> np.ndarray:
+        """Ridge towards the prior in units of the prior; coefficients that would be negative are held at zero."""
+        scale = self._prior
+        a = x * scale * weight[:, None]
+        b = y * weight
+        active = np.ones(len(scale), dtype=bool)
+        for _ in range(len(scale)):
+            aa = a[:, active]
+            ridge = _RIDGE * np.eye(int(active.sum())) * max(1.0, len(b) / 64)
+            got = np.linalg.solve(aa.T @ aa + ridge, aa.T @ b + ridge.sum(axis=1))
+            if (got >= 0).all():
+                break
+            active[np.flatnonzero(active)[got < 0]] = False
+            if not active.any():
+                return scale
+        full = np.zeros(len(scale))
+        full[active] = got
+        return full * scale
+
+    def to_json(self) -> dict[str, object]:
+        """For the cache on disk."""
+        return {"format": _FORMAT, "coefficients": list(self._coef), "samples": self._seen}
+
+    @classmethod
+    def from_json(cls, d: dict[str, object]) -> LatencyModel:
+        """Raises ValueError for anything but the result of `to_json`."""
+        coef = d.get("coefficients") if isinstance(d, dict) and d.get("format") == _FORMAT else None
+        if not isinstance(coef, list) or len(coef) != 5:
+            raise ValueError("not a latency model of this version")
+        if not all(isinstance(v, float | int) and math.isfinite(v) and 0 <= v < _MAX_S for v in coef):
+            raise ValueError(f"coefficients out of range: {coef}")
+        model = cls()
+        model._coef = tuple(float(v) for v in coef)
+        model._prior = np.maximum(np.array(model._coef), np.array(Coefficients().values()) * 1e-2)
+        return model
