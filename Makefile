@@ -1,0 +1,60 @@
+# Every target does its own set-up: a checkout, Python 3.11 and make are enough. `make help` lists them.
+.DEFAULT_GOAL := help
+SHELL := /bin/bash
+
+BIN := .venv/bin
+LOCK := deploy/requirements/cpu.lock
+# Options for pytest, such as PYTEST_ARGS='-k gate'.
+PYTEST_ARGS ?=
+# Arrivals in the Azure CSV format for `make demo`; options of the demo itself go in DEMO_ARGS.
+TRACE ?=
+DEMO_ARGS ?=
+
+SUITES := $(wildcard tests/unit tests/contract tests/scenario)
+SOURCES := $(wildcard vllm_coserve kernels rl_driver deploy tests setup.py)
+
+# Nothing is written outside the checkout, whatever the libraries' defaults.
+export XDG_CACHE_HOME := $(CURDIR)/.cache
+export TRITON_CACHE_DIR := $(CURDIR)/.cache/triton
+export MPLCONFIGDIR := $(CURDIR)/.cache/matplotlib
+# The current folder stays off sys.path, so that kernels/ is not taken for the public package of that name.
+export PYTHONSAFEPATH := 1
+export VLLM_NO_USAGE_STATS := 1
+unexport PYTHONPATH PYTHONHOME
+
+.PHONY: help setup demo test unit lint format lock clean distclean
+
+help: ## list the targets
+	@sed -n 's/^\([a-z]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
+
+setup: ## make .venv, the pinned CPU environment, with this checkout in it
+	@deploy/setup/venv.sh
+
+demo: setup ## serve a model, lend its idle time to a second one, write out/demo (TRACE=file.csv DEMO_ARGS=...)
+	$(BIN)/python -m vllm_coserve.demo --out out/demo $(if $(TRACE),--trace $(TRACE)) $(DEMO_ARGS)
+
+test: lint ## everything that runs without a GPU: lint, then unit, contract and scenario tests
+	@echo "== tests: $(notdir $(SUITES))"
+	@HF_HUB_OFFLINE=1 $(BIN)/python -m pytest $(SUITES) --session-timeout=3600 --durations=10 $(PYTEST_ARGS)
+
+unit: setup ## the fast tests
+	@HF_HUB_OFFLINE=1 $(BIN)/python -m pytest tests/unit $(PYTEST_ARGS)
+
+lint: setup ## style, formatting and the rules of who imports whom
+	@echo "== ruff check" && $(BIN)/ruff check $(SOURCES)
+	@echo "== ruff format" && $(BIN)/ruff format --check $(SOURCES)
+	@echo "== import rules" && $(BIN)/lint-imports
+
+format: setup ## put the sources into the format that `make lint` asks for
+	@$(BIN)/ruff check --fix $(SOURCES)
+	@$(BIN)/ruff format $(SOURCES)
+
+lock: setup ## resolve the pinned versions anew (needs the network)
+	@$(BIN)/python deploy/setup/lock.py $(LOCK)
+
+clean: ## remove what builds, tests and the demo left
+	@rm -rf out build dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	@find . -path ./.venv -prune -o -name __pycache__ -type d -print0 | xargs -0 -r rm -rf
+
+distclean: clean ## also remove .venv and the download cache
+	@rm -rf .venv .cache *.egg-info
