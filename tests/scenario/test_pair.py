@@ -13,7 +13,7 @@ import requests
 
 from tests.scenario.harness import RolloutLoad, RunningPair, greedy_gap, prompt, shared_memory, start_pair, wait_for
 
-pytestmark = pytest.mark.scenario
+pytestmark = [pytest.mark.scenario, pytest.mark.timeout(400)]
 
 BF16_TIE_NATS = 0.1
 
@@ -39,9 +39,9 @@ def test_burst_takes_pages_from_a_generating_rollout_engine(pair: RunningPair) -
     aborted = [c for _, c in load.done if c["finish_reason"] == "abort"]
     assert len(aborted) == pair.coserve("GET", "status")["reclaims"]["aborted_requests"]
     assert all(c["stop_reason"] == "coserve:reclaimed" for c in aborted)
-    kept = [(p, c) for p, c in load.done if len(c["token_ids"]) > 8][:10]
+    kept = [(p, c) for p, c in load.done if len(c["token_ids"]) > 8][:4]
     assert kept, "some rollouts must have made progress"
-    for p, choice in served[:6]:
+    for p, choice in served[:2]:
         assert greedy_gap(pair, False, p, choice) <= BF16_TIE_NATS
     for p, choice in kept:
         assert greedy_gap(pair, True, p, choice) <= BF16_TIE_NATS

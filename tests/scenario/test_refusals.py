@@ -10,7 +10,7 @@ import pytest
 from tests.scenario.harness import COMMON, run_serve, shared_memory
 from vllm_coserve.demo.run import free_port
 
-pytestmark = pytest.mark.scenario
+pytestmark = [pytest.mark.scenario, pytest.mark.timeout(400)]
 
 
 def _argv(models: tuple[Path, Path], *more: str) -> list[str]:
