@@ -82,8 +82,10 @@ def test_sigkill_of_the_sidecar_under_load(pair: RunningPair, victim: str) -> No
         assert usable_s < 1.0
         wait_for(
             "the sidecar is back",
-            lambda: pair.coserve("GET", "status")["generation"] == generation + 1
-            and pair.complete(True, prompt(2, 8), 4)["finish_reason"] == "length",
+            lambda: (
+                pair.coserve("GET", "status")["generation"] == generation + 1
+                and pair.complete(True, prompt(2, 8), 4)["finish_reason"] == "length"
+            ),
             120,
         )
     finally:

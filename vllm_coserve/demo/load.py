@@ -113,9 +113,7 @@ async def serve_schedule(
                 await asyncio.sleep(delay)
             served = Served(arrival.at_s)
             results.append(served)
-            tasks.append(
-                asyncio.create_task(stream_one(session, url, model, prompt, arrival.output_tokens, served))
-            )
+            tasks.append(asyncio.create_task(stream_one(session, url, model, prompt, arrival.output_tokens, served)))
             progress(results)
         if tasks:
             await asyncio.wait(tasks)

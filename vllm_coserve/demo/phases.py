@@ -71,7 +71,9 @@ async def run_phase(
         worst = 1e3 * percentile([s.ttft_s for s in done], 99) if done else 0.0
         elapsed = max(1e-9, time.monotonic() - start)
         rate = f", rollout {(totals.tokens - tokens) / elapsed:.0f} tok/s" if rollout else ""
-        say(f"{name}: {elapsed:.0f}/{seconds:.0f} s, {len(done)} served, {failed} failed, TTFT P99 {worst:.0f} ms{rate}")
+        say(
+            f"{name}: {elapsed:.0f}/{seconds:.0f} s, {len(done)} served, {failed} failed, TTFT P99 {worst:.0f} ms{rate}"
+        )
 
     if arrivals is not None:
         result.served = await serve_schedule(

@@ -7,6 +7,7 @@ import html
 import io
 import json
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,7 @@ ALONE, ROLLOUT, GATED, UNGATED = "serving alone", "rollout alone", "co-serving, 
 _COLORS = {ALONE: "#4c72b0", GATED: "#2a9d5c", UNGATED: "#c44e52", ROLLOUT: "#8172b3"}
 
 
-def slo_from_alone(
-    alone: PhaseResult, ttft_ms: float | None, tpot_ms: float | None, factor: float
-) -> dict[str, float]:
+def slo_from_alone(alone: PhaseResult, ttft_ms: float | None, tpot_ms: float | None, factor: float) -> dict[str, float]:
     """The SLO: as given, else `factor` times the P99 of serving alone."""
     ok = [s for s in alone.served if s.ok]
     return {
@@ -221,7 +220,7 @@ def _rate(ax: Any, results: Mapping[str, PhaseResult]) -> None:
         if totals is None or len(totals.samples) < 6:
             continue
         points = totals.samples[::4]
-        rates = [(b[1] - a[1]) / max(1e-9, b[0] - a[0]) for a, b in zip(points, points[1:], strict=False)]
+        rates = [(b[1] - a[1]) / max(1e-9, b[0] - a[0]) for a, b in pairwise(points)]
         ax.plot([b[0] for b in points[1:]], rates, color=_COLORS[phase], label=phase)
     ax.set_ylim(bottom=0)
     ax.set_xlabel("seconds")

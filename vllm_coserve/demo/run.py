@@ -79,9 +79,7 @@ class Demo:
         slo = slo_from_alone(results["serving alone"], o.ttft_slo_ms, o.tpot_slo_ms, o.slo_factor)
         self.say(f"SLO: TTFT {slo['ttft_ms']:.0f} ms, TPOT {slo['tpot_ms']:.1f} ms", final=True)
         slo_flags = [f"--coserve-{k.removesuffix('_ms')}-slo-ms={v:.3f}" for k, v in slo.items()]
-        phases(
-            slo_flags, "pair-2.log", ("rollout alone", False, True), ("co-serving, gated", True, True)
-        )
+        phases(slo_flags, "pair-2.log", ("rollout alone", False, True), ("co-serving, gated", True, True))
         phases([*slo_flags, "--coserve-policy=none"], "pair-3.log", ("co-serving, no gate", True, True))
         facts = {
             "arrivals": self._arrival_facts(arrivals, stretch),
@@ -137,9 +135,9 @@ class Demo:
 
 
 async def _warm_up(serving_url: str, rollout_url: str) -> None:
-    from vllm_coserve.demo.load import Served, stream_one
-
     import aiohttp
+
+    from vllm_coserve.demo.load import Served, stream_one
 
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=60)) as session:
         for url, model in ((serving_url, "serving"), (rollout_url, "rollout")):

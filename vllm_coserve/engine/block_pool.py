@@ -32,8 +32,8 @@ class Pager(Protocol):
 class ElasticBlockPool(BlockPool):
     """Only blocks whose pages are mapped are in the free queue; pages are asked for before vLLM looks for blocks.
 
-    In the free queue, free blocks stand before cached ones, so vLLM's eviction order is kept: pages that can be had come
-    first, then least recently used prefix cache.
+    In the free queue, free blocks stand before cached ones, so vLLM's eviction order is kept: pages that can be had
+    come first, then least recently used prefix cache.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class ElasticBlockPool(BlockPool):
     # ---- pages
 
     def ensure_free(self, num_blocks: int, request_id: str) -> None:
-        """Have pages mapped for `num_blocks` blocks of a request, as far as they can be had. Called before each check."""
+        """Have pages mapped for `num_blocks` blocks of a request, as far as can be; called before each check."""
         self._request = request_id
         slots = self.slots
         short = num_blocks - slots.num_free

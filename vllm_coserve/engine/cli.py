@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args
 
-from vllm_coserve.api.config import CoserveConfig, Policy, Role, StartState, describe, flag_of, parse_config
+from vllm_coserve.api.config import CoserveConfig, Policy, Role, StartState, flag_of, parse_config
 from vllm_coserve.api.context import Context
 from vllm_coserve.api.errors import ConfigurationError, CoserveError
 from vllm_coserve.control.block import ControlBlock
@@ -86,7 +86,9 @@ def _with_pair(original: Any) -> Any:
             return original(args)
         try:
             if "rollout" not in given:
-                raise ConfigurationError(f"{flag_of(next(iter(given)))} needs --coserve-rollout ROLLOUT_MODEL beside it")
+                raise ConfigurationError(
+                    f"{flag_of(next(iter(given)))} needs --coserve-rollout ROLLOUT_MODEL beside it"
+                )
             with pair(args, parse_config(given)):
                 original(args)
         except CoserveError as exc:
@@ -198,7 +200,7 @@ def preflight(args: argparse.Namespace, config: CoserveConfig) -> None:
     serving_port = args.port or 8000
     if config.rollout_port == serving_port:
         raise ConfigurationError(
-            f"--coserve-rollout-port {config.rollout_port} is the serving port too: choose another, --port is {serving_port}"
+            f"--coserve-rollout-port {config.rollout_port} is the serving port too: give another port"
         )
     host = args.host or ""
     check_port(host, serving_port, "--port")
@@ -243,6 +245,6 @@ def check_model(model: str) -> None:
         AutoConfig.from_pretrained(model)
     except Exception as exc:  # recovery: whatever the hub client raised, the user's fix is the same
         raise ConfigurationError(
-            f"--coserve-rollout {model}: the model cannot be loaded ({type(exc).__name__}: {str(exc).splitlines()[0]}); "
+            f"--coserve-rollout {model} cannot be loaded ({type(exc).__name__}: {str(exc).splitlines()[0]}): "
             "check its name, the network and your Hugging Face token, or give a local folder"
         ) from exc

@@ -12,8 +12,8 @@ _PR_SET_PDEATHSIG = 1
 def die_with_parent(owner_pid: int) -> None:
     """Have the kernel SIGKILL this process when its parent ends, even by SIGKILL.
 
-    Call it first thing in a child of a pair. `owner_pid` is the `vllm serve` process, which may be process 1 of a container;
-    any other parent 1 means that the real one ended before this call.
+    Call it first thing in a child of a pair. `owner_pid` is the `vllm serve` process, which may be process 1 of a
+    container; any other parent 1 means that the real one ended before this call.
     """
     parent = os.getppid()
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)

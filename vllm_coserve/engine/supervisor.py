@@ -123,7 +123,9 @@ class Supervisor:
         config = self._context.config
         env = dict(os.environ)
         env[CONTEXT_ENV] = self._context.model_copy(update={"side": "rollout"}).model_dump_json()
-        env["VLLM_PLUGINS"] = ",".join(sorted(_plugin_names() | set(filter(None, env.get("VLLM_PLUGINS", "").split(",")))))
+        env["VLLM_PLUGINS"] = ",".join(
+            sorted(_plugin_names() | set(filter(None, env.get("VLLM_PLUGINS", "").split(","))))
+        )
         if self._api_keys:
             env["VLLM_API_KEY"] = self._api_keys[0]  # not on the command line, which everybody can read
         argv = [sys.executable, "-m", "vllm_coserve.engine.sidecar", "serve", config.rollout]

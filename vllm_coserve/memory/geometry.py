@@ -1,7 +1,7 @@
 """Where KV blocks lie in pages: pure arithmetic, shared by the block pool and its tests.
 
-A block is `block_bytes` long (all layers, the stride of the block-outermost layout) and starts at `block * block_bytes`,
-so it may straddle pages. A block can be used only while every page under it is mapped.
+A block is `block_bytes` long (all layers, the stride of the block-outermost layout) and starts at
+`block * block_bytes`, so it may straddle pages. A block can be used only while every page under it is mapped.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Page driver for CPU devices: a memory file (memfd) is the device memory, mmap(MAP_FIXED) the mapping.
 
 It is not a simulation: two processes map pages of one file at addresses of their own, and an access to a slot that is
-not mapped ends the process with SIGSEGV. p50 of a 2 MiB page on one 2-core machine: map 4 us, unmap 90-190 us, zero 80 us.
+not mapped ends the process with SIGSEGV. p50 of a 2 MiB page on a 2-core machine: map 4 us, unmap 90-190 us, zero 80.
 """
 
 from __future__ import annotations

@@ -71,9 +71,7 @@ def admit(
     return Grant(chunk, decode_s + chunk * per_token_s)
 
 
-def idle_chunk_tokens(
-    offer: RolloutOffer, slo: Slo, *, max_chunk_tokens: int, min_chunk_tokens: int = 16
-) -> int:
+def idle_chunk_tokens(offer: RolloutOffer, slo: Slo, *, max_chunk_tokens: int, min_chunk_tokens: int = 16) -> int:
     """Prefill chunk of steps while serving is idle.
 
     A request that arrives waits for the step in flight, so with a TTFT SLO that costs at most a quarter of the budget.

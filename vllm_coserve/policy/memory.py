@@ -101,9 +101,7 @@ class MemoryPolicy:
         held = facts.rollout_pages
         if held > self._budget and facts.free_pages < self._headroom:
             batch = max(held - self._budget, min(held, self._config.reclaim_batch_pages))
-            return MemoryDecision(
-                self._budget, 0, held - batch, self._for_headroom(facts), False, False, "over budget"
-            )
+            return MemoryDecision(self._budget, 0, held - batch, self._for_headroom(facts), False, False, "over budget")
         room = min(self._budget - held, facts.rollout_wanted_pages)
         spare = max(0, facts.free_pages - self._headroom)
         grant = max(0, min(room, spare))
