@@ -68,7 +68,6 @@ class Status(BaseModel):
     model: str
     generation: int = Field(description="how often the rollout engine was started")
     step: int = Field(description="RL steps announced")
-    weight_version: str
     pages: Pages
     reclaims: Reclaims
     gate: Gate

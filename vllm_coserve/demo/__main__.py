@@ -26,7 +26,7 @@ def parse(argv: list[str] | None = None) -> Options:
     p.add_argument("--trace", type=Path, help="arrivals in the Azure CSV format (default: a bursty generator)")
     p.add_argument("--seconds", type=_positive, default=105.0, help="length of each serving phase (%(default)s)")
     p.add_argument("--rollout-alone-seconds", type=_positive, default=40.0, help="length of that phase (%(default)s)")
-    p.add_argument("--rate", type=_positive, default=3.0, help="mean serving requests per second (%(default)s)")
+    p.add_argument("--rate", type=_positive, default=3.4, help="mean serving requests per second (%(default)s)")
     p.add_argument("--rollouts", type=int, default=16, help="rollout requests at a time (%(default)s)")
     p.add_argument("--pool-gib", type=_positive, default=0.25, help="shared KV page pool in GiB (%(default)s)")
     p.add_argument("--ttft-slo-ms", type=_positive, help="default: --slo-factor x P99 of serving alone")

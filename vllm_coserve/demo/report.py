@@ -175,6 +175,26 @@ def _plot(draw: Callable[[Any], None], wide: bool = False) -> str:
     return f'<img class="{"wide" if wide else ""}" src="data:image/png;base64,{encoded}" alt="">'
 
 
+def write_picture(slo: Mapping[str, float], results: Mapping[str, PhaseResult], path: Path) -> None:
+    """The four plots that say it all, as one PNG."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplot_mosaic("ab;cc;dd", figsize=(11, 8), dpi=100)
+    _cdf(axes["a"], results, "ttft_s", slo["ttft_ms"], "TTFT")
+    _cdf(axes["b"], results, "tpot_s", slo["tpot_ms"], "TPOT")
+    _pages(axes["c"], results[GATED])
+    _turns(axes["d"], results[GATED])
+    for ax in axes.values():
+        ax.spines[["top", "right"]].set_visible(False)
+        ax.grid(alpha=0.25)
+    figure.tight_layout()
+    figure.savefig(path)
+    plt.close(figure)
+
+
 def _cdf(ax: Any, results: Mapping[str, PhaseResult], attr: str, slo_ms: float, name: str) -> None:
     for phase in (ALONE, GATED, UNGATED):
         values = sorted(1e3 * getattr(s, attr) for s in results[phase].served if s.ok)

@@ -18,7 +18,7 @@ from vllm_coserve import __version__
 from vllm_coserve.demo.arrivals import Arrival, Scale, bursty, from_azure_csv
 from vllm_coserve.demo.models import ROLLOUT_SPEC, SERVING_SPEC, ensure_model
 from vllm_coserve.demo.phases import Load, PhaseResult, run_phase
-from vllm_coserve.demo.report import build_report, slo_from_alone, write_html, write_json
+from vllm_coserve.demo.report import build_report, slo_from_alone, write_html, write_json, write_picture
 from vllm_coserve.demo.servers import running_pair
 
 _WARMUP = (16, 64, 256)
@@ -91,6 +91,7 @@ class Demo:
         report = build_report(slo, results, versions(), facts)
         write_json(report, o.out / "report.json")
         write_html(report, slo, results, o.out / "report.html")
+        write_picture(slo, results, o.out / "report.png")
         return report
 
     def _flags(self, serving: Path, rollout: Path) -> list[str]:

@@ -127,7 +127,6 @@ def read_status(context: Context, block: ControlBlock) -> Status:
         model=config.rollout,
         generation=get(Word.GENERATION),
         step=get(Word.RL_STEP),
-        weight_version="default",
         pages=Pages(
             pool=block.pool_pages,
             free=owners[0] + owners[1],
