@@ -1,0 +1,95 @@
+"""What vllm-coserve counts on in the installed vLLM."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import subprocess
+import sys
+from importlib.metadata import version
+
+import pytest
+
+from vllm_coserve.engine.seams import SEAMS, VLLM_VERSION, resolve
+
+pytestmark = pytest.mark.contract
+
+
+@pytest.mark.parametrize("key", SEAMS)
+def test_seam_is_there_with_its_parameters(key):
+    owner, name = resolve(key)
+    seam = SEAMS[key]
+    assert seam.reason and seam.until
+    if seam.parameters is None:
+        return
+    got = list(inspect.signature(getattr(owner, name)).parameters)
+    wanted = [p for p in seam.parameters if p != "cls"]
+    assert [p for p in got if p in wanted] == wanted, f"{seam.attr} takes {got}"
+
+
+def test_version():
+    assert version("vllm").startswith(VLLM_VERSION)
+
+
+def test_kv_allocation_makes_one_buffer():
+    from vllm.v1.worker import utils
+
+    source = inspect.getsource(utils.allocate_kv_cache)
+    assert source.count("torch.zeros(") == 1 and "dtype=torch.int8" in source
+
+
+def test_fields():
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.engine import EngineCoreOutput, EngineCoreRequestType
+    from vllm.v1.kv_cache_interface import KVCacheTensor
+    from vllm.v1.kv_cache_layout import KVCacheLayout
+
+    assert "stop_reason" in EngineCoreOutput.__struct_fields__
+    assert {"block_stride", "host_resident", "layers"} <= {f.name for f in dataclasses.fields(KVCacheTensor)}
+    wanted = {"num_scheduled_tokens", "total_num_scheduled_tokens", "finished_req_ids"}
+    assert wanted <= {f.name for f in dataclasses.fields(SchedulerOutput)}
+    assert KVCacheLayout["BLHNC"].is_block_outermost
+    assert hasattr(EngineCoreRequestType, "WAKEUP")
+
+
+def test_scheduler_attributes_are_set_in_its_constructor():
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    source = inspect.getsource(Scheduler.__init__)
+    for name in ("running", "waiting", "requests", "max_num_scheduled_tokens", "kv_cache_manager"):
+        assert f"self.{name}" in source
+
+
+def _python(code: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=110, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
+
+
+def test_without_a_pair_only_the_command_line_is_touched():
+    out = _python(
+        "from vllm.plugins import load_general_plugins; load_general_plugins(); load_general_plugins()\n"
+        "from vllm_coserve.engine.seams import patched; print(sorted(patched()))"
+    )
+    assert out.strip().splitlines()[-1] == "['cli_args', 'serve_cmd']"
+
+
+def test_a_patch_is_applied_once():
+    out = _python(
+        "from vllm_coserve.engine import seams\n"
+        "calls = []\n"
+        "make = lambda original: (calls.append(1), original)[1]\n"
+        "seams.patch('schedule', make); seams.patch('schedule', make); print(len(calls))"
+    )
+    assert out.strip().splitlines()[-1] == "1"
+
+
+def test_help_shows_the_flags_with_units_and_defaults():
+    out = _python(
+        "import sys; sys.argv = ['vllm', 'serve', '--help=Co-serving']\n"
+        "from vllm.entrypoints.cli.main import main\n"
+        "try: main()\nexcept SystemExit: pass"
+    )
+    for flag in ("--coserve-rollout", "--coserve-ttft-slo-ms", "--coserve-pool-gib", "--coserve-policy"):
+        assert flag in out
+    assert "in ms" in out and "default" in out
