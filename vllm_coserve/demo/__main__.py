@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 from pathlib import Path
 
@@ -26,9 +27,9 @@ def parse(argv: list[str] | None = None) -> Options:
     p.add_argument("--trace", type=Path, help="arrivals in the Azure CSV format (default: a bursty generator)")
     p.add_argument("--seconds", type=_positive, default=105.0, help="length of each serving phase (%(default)s)")
     p.add_argument("--rollout-alone-seconds", type=_positive, default=40.0, help="length of that phase (%(default)s)")
-    p.add_argument("--rate", type=_positive, default=3.4, help="mean serving requests per second (%(default)s)")
-    p.add_argument("--rollouts", type=int, default=16, help="rollout requests at a time (%(default)s)")
-    p.add_argument("--pool-gib", type=_positive, default=0.25, help="shared KV page pool in GiB (%(default)s)")
+    p.add_argument("--rate", type=_positive, default=3.8, help="mean serving requests per second (%(default)s)")
+    p.add_argument("--rollouts", type=int, default=20, help="rollout requests at a time (%(default)s)")
+    p.add_argument("--pool-gib", type=_positive, default=0.09, help="shared KV page pool in GiB (%(default)s)")
     p.add_argument("--ttft-slo-ms", type=_positive, help="default: --slo-factor x P99 of serving alone")
     p.add_argument("--tpot-slo-ms", type=_positive, help="default: --slo-factor x P99 of serving alone")
     p.add_argument("--slo-factor", type=_positive, default=3.0, help="see --ttft-slo-ms (%(default)s)")
@@ -52,6 +53,8 @@ def parse(argv: list[str] | None = None) -> Options:
 def main() -> int:
     """Run the demo; exit code 0 done, 1 an engine failed, 2 bad input."""
     options = parse()
+    for number in (signal.SIGTERM, signal.SIGINT):  # also where a parent shell had them ignored
+        signal.signal(number, signal.default_int_handler)
     print(f"vllm-coserve demo, about {minutes_needed(options):.0f} minutes", flush=True)
     try:
         report = Demo(options).run()

@@ -48,6 +48,7 @@ class ServingRuntime(CoreRuntime):
         self._reclaim_since_ns = 0  # when the reclaim that is under way was asked for
         self._reclaim_from = 0  # pages the rollout held then
         self._overlapped = False
+        self._unheeded_ns = -1  # the rollout's heartbeat when it left a grant unused
 
     def profile_step(self) -> Callable[[], Any]:
         return self.core.step_fn
@@ -90,7 +91,8 @@ class ServingRuntime(CoreRuntime):
         if not self.gated or not (self.scheduler.running or self.scheduler.waiting):
             return False
         offer = self._offer()
-        if not (offer.decode_requests or offer.prefill_tokens):
+        heartbeat_ns = self.block.get(Word.ROLLOUT_HEARTBEAT_NS)
+        if not (offer.decode_requests or offer.prefill_tokens) or heartbeat_ns == self._unheeded_ns:
             return False
         facts = self._serving_facts()
         slack = serving_slack(
@@ -112,6 +114,8 @@ class ServingRuntime(CoreRuntime):
             self.block.add(Word.DENIALS)
             return False
         used = self.gate.grant(decision.chunk_tokens)
+        # A rollout engine that did not react (stopped, hung) is asked again only after a sign of life.
+        self._unheeded_ns = -1 if used else heartbeat_ns
         self.block.add(Word.GRANTS if used else Word.DENIALS)
         return used
 
