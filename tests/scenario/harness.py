@@ -17,7 +17,7 @@ from typing import Any
 import requests
 
 from vllm_coserve.demo.run import free_port
-from vllm_coserve.demo.servers import Pair, _cmdline, _descendants, running_pair
+from vllm_coserve.demo.servers import Pair, cmdline, descendants, running_pair
 
 COMMON = "--enforce-eager --max-model-len 1024 --max-num-seqs 32 --block-size 32 --disable-uvicorn-access-log"
 KEY = "sesame"
@@ -55,10 +55,10 @@ class RunningPair:
     def pid(self, rollout: bool, title: str) -> int:
         """The process of one engine by its title, "EngineCore" or "Worker"."""
         root = self.pair.process.pid
-        sidecars = [p for p in _descendants(root) if "vllm_coserve.engine.sidecar" in _cmdline(p)]
-        below = {d for s in sidecars for d in _descendants(s)}
-        candidates = below if rollout else set(_descendants(root)) - below
-        return next(p for p in candidates if title in _cmdline(p))
+        sidecars = [p for p in descendants(root) if "vllm_coserve.engine.sidecar" in cmdline(p)]
+        below = {d for s in sidecars for d in descendants(s)}
+        candidates = below if rollout else set(descendants(root)) - below
+        return next(p for p in candidates if title in cmdline(p))
 
 
 def bearer() -> dict[str, str]:

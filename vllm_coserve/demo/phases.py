@@ -12,7 +12,7 @@ from typing import Any
 
 from vllm_coserve.demo.arrivals import Arrival
 from vllm_coserve.demo.load import RolloutTotals, Served, roll_out, serve_schedule
-from vllm_coserve.demo.servers import Pair, cpu_seconds, get_json
+from vllm_coserve.demo.servers import Pair, get_json
 
 _SAMPLE_S = 0.25
 _ROLLOUT_LEAD_S = 3.0  # rollouts are in their stride before serving traffic starts
@@ -27,7 +27,7 @@ class PhaseResult:
     served: list[Served] = field(default_factory=list)
     rollout: RolloutTotals | None = None
     rollout_tokens_per_s: float = 0.0
-    busy_fraction: float = 0.0
+    busy_fraction: float = 0.0  # share of the time with a serving step on the device
     pages: list[tuple[float, int, int, int]] = field(default_factory=list)  # (s, serving, rollout, free)
     turns: list[dict[str, Any]] = field(default_factory=list)
     status: dict[str, Any] = field(default_factory=dict)
@@ -61,8 +61,8 @@ async def run_phase(
         job = roll_out(pair.rollout_url, load.rollout_model, load.rollouts, load.vocab, load.seed + 1, stop, totals)
         tasks.append(asyncio.create_task(job))
         await asyncio.sleep(_ROLLOUT_LEAD_S)
-    worker = pair.serving_worker_pid()
-    start, cpu, tokens = time.monotonic(), cpu_seconds(worker), totals.tokens
+    busy_s = (await asyncio.to_thread(pair.status))["gate"]["serving_busy_s"]
+    start, tokens = time.monotonic(), totals.tokens
     sampler = asyncio.create_task(_sample(pair, result, start, stop))
 
     def progress(served: list[Served]) -> None:
@@ -83,7 +83,8 @@ async def run_phase(
         await asyncio.sleep(min(1.0, left))
         progress(result.served)
     result.seconds = time.monotonic() - start
-    result.busy_fraction = (cpu_seconds(worker) - cpu) / result.seconds
+    status = await asyncio.to_thread(pair.status)
+    result.busy_fraction = (status["gate"]["serving_busy_s"] - busy_s) / result.seconds
     result.rollout_tokens_per_s = (totals.tokens - tokens) / result.seconds
     stop.set()
     await asyncio.gather(sampler, *tasks)

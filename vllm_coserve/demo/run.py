@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib.metadata
 import math
 import os
 import platform
 import socket
+import subprocess
 import sys
 import time
 from dataclasses import asdict, dataclass
@@ -173,6 +175,9 @@ def versions() -> dict[str, str]:
             out[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             out[name] = "not installed"
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
+        out["commit"] = subprocess.run(git, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
     return out
 
 

@@ -38,15 +38,6 @@ class Pair:
         """GET /coserve/v1/status of the sidecar."""
         return get_json(f"{self.rollout_url}/coserve/v1/status")
 
-    def serving_worker_pid(self) -> int:
-        """The process that computes for serving."""
-        sidecars = {p for p in _descendants(self.process.pid) if "vllm_coserve.engine.sidecar" in _cmdline(p)}
-        below = {d for s in sidecars for d in _descendants(s)}
-        for pid in _descendants(self.process.pid):
-            if pid not in below and "Worker" in _cmdline(pid):
-                return pid
-        raise DemoError(f"no serving worker process found, see {self.log}")
-
 
 def get_json(url: str, timeout_s: float = 5.0) -> dict[str, Any]:
     """Fetch a JSON document."""
@@ -94,8 +85,8 @@ def _await_health(pair: Pair, say: Any) -> None:
 
 def pin(root_pid: int) -> None:
     """Workers to the device core, everything else of the pair to the host core, thread by thread."""
-    for pid in [root_pid, *_descendants(root_pid)]:
-        core = DEVICE_CORE if "Worker" in _cmdline(pid) else HOST_CORE
+    for pid in [root_pid, *descendants(root_pid)]:
+        core = DEVICE_CORE if "Worker" in cmdline(pid) else HOST_CORE
         with contextlib.suppress(OSError):
             for task in os.listdir(f"/proc/{pid}/task"):
                 os.sched_setaffinity(int(task), {core})
@@ -112,13 +103,8 @@ def stop(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def cpu_seconds(pid: int) -> float:
-    """CPU time of a process, all threads, in seconds."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
-def _descendants(pid: int) -> list[int]:
+def descendants(pid: int) -> list[int]:
+    """All processes below one, by parent."""
     children: dict[int, list[int]] = {}
     for entry in os.scandir("/proc"):
         if entry.name.isdigit():
@@ -133,7 +119,8 @@ def _descendants(pid: int) -> list[int]:
     return out
 
 
-def _cmdline(pid: int) -> str:
+def cmdline(pid: int) -> str:
+    """A process's command line, or the title it gave itself."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
     except OSError:

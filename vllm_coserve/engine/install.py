@@ -8,6 +8,7 @@ from typing import Any
 from vllm_coserve.api.context import Context
 from vllm_coserve.api.errors import ContractError
 from vllm_coserve.control.block import ControlBlock
+from vllm_coserve.control.words import Word
 from vllm_coserve.engine.core_runtime import KIND_WORKER, SIDE_ROLLOUT, SIDE_SERVING, CoreRuntime, logger
 from vllm_coserve.engine.seams import patch
 from vllm_coserve.engine.worker_hooks import TorchWithKvTensor, WorkerRuntime
@@ -66,7 +67,17 @@ def install(context: Context) -> ControlBlock:
 def _install_queues(process: _Process) -> None:
     from vllm_coserve.engine.queues import futex_condition_class
 
-    patch("queue_condition", lambda original: futex_condition_class(original, process.block))
+    words = process.block.words
+
+    def rollout_has_nothing() -> bool:
+        return not (words[Word.ROLLOUT_RUNNING] or words[Word.ROLLOUT_WAITING])
+
+    may_spin = rollout_has_nothing if process.side == SIDE_SERVING else lambda: False
+    patch("queue_condition", lambda original: futex_condition_class(original, process.block, may_spin))
+
+
+def _needs_second_call(worker: Any, scheduler_output: Any) -> bool:
+    return scheduler_output.has_structured_output_requests or worker.vllm_config.scheduler_config.async_scheduling
 
 
 def _install_worker(process: _Process) -> None:
@@ -91,7 +102,12 @@ def _install_worker(process: _Process) -> None:
     def execute_after_sync(original: Any) -> Any:
         def execute_model(self: Any, scheduler_output: Any) -> Any:
             process.worker.sync()
-            return original(self, scheduler_output)
+            output = original(self, scheduler_output)
+            if output is None and not _needs_second_call(self, scheduler_output):
+                # vLLM asks for the sample in a second call, so that it can make a grammar's bitmask meanwhile. Without
+                # a grammar that is one more hand-over between processes for nothing.
+                return self.sample_tokens(None)
+            return output
 
         return execute_model
 

@@ -145,6 +145,9 @@ class RolloutRuntime(CoreRuntime):
     def nothing_scheduled(self) -> None:
         """A turn was used for nothing (no pages): ask for none until pages may have come."""
         self._refused_until_s = time.monotonic() + _NOTHING_SCHEDULED_BACKOFF_S
+        self._withdraw_offer()
+
+    def _withdraw_offer(self) -> None:
         self.block.set(Word.OFFER_DECODES, 0)
         self.block.set(Word.OFFER_PREFILL_TOKENS, 0)
 
@@ -182,6 +185,8 @@ class RolloutRuntime(CoreRuntime):
             self._next_upkeep_s = now_s + _UPKEEP_S
             self._upkeep(now_s)
         self._publish_wish()
+        if not (self.scheduler.running or self.scheduler.waiting):
+            self._withdraw_offer()
         block.set(Word.ROLLOUT_RUNNING, len(self.scheduler.running))
         block.set(Word.ROLLOUT_WAITING, len(self.scheduler.waiting))
         block.set(Word.ROLLOUT_HEARTBEAT_NS, time.monotonic_ns())

@@ -111,7 +111,7 @@ SEAMS: dict[str, Seam] = {
         "vllm.v1.worker.gpu_worker",
         "Worker.execute_model",
         ("self", "scheduler_output"),
-        "maps what the scheduler counts on before the step",
+        "maps what the scheduler counts on before the step, and samples in the same call",
     ),
     "cpu_layouts": Seam(
         "vllm.v1.attention.backends.cpu_attn",

@@ -317,7 +317,8 @@ class ServingRuntime(CoreRuntime):
         block.rollout_table[:] = -1
         for word in (Word.ROLLOUT_ACTIVE, Word.ROLLOUT_READY, Word.ROLLOUT_WANTED_PAGES, Word.OFFER_DECODES):
             block.set(word, 0)  # their writer is gone
-        block.set(Word.OFFER_PREFILL_TOKENS, 0)
+        for word in (Word.OFFER_PREFILL_TOKENS, Word.ROLLOUT_RUNNING, Word.ROLLOUT_WAITING):
+            block.set(word, 0)
         block.set(Word.RECLAIM_DONE_SEQ, block.get(Word.RECLAIM_SEQ))
         block.clear_members(SIDE_ROLLOUT)
         block.set(Word.GENERATION_CLEARED, dead)
