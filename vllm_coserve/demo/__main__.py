@@ -28,7 +28,7 @@ def parse(argv: list[str] | None = None) -> Options:
     p.add_argument("--seconds", type=_positive, default=105.0, help="length of each serving phase (%(default)s)")
     p.add_argument("--rollout-alone-seconds", type=_positive, default=40.0, help="length of that phase (%(default)s)")
     p.add_argument("--rate", type=_positive, default=3.8, help="mean serving requests per second (%(default)s)")
-    p.add_argument("--rollouts", type=int, default=20, help="rollout requests at a time (%(default)s)")
+    p.add_argument("--rollouts", type=int, default=16, help="rollout requests at a time (%(default)s)")
     p.add_argument("--pool-gib", type=_positive, default=0.09, help="shared KV page pool in GiB (%(default)s)")
     p.add_argument("--ttft-slo-ms", type=_positive, help="default: --slo-factor x P99 of serving alone")
     p.add_argument("--tpot-slo-ms", type=_positive, help="default: --slo-factor x P99 of serving alone")

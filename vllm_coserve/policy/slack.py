@@ -54,7 +54,7 @@ def serving_slack(
     role: Literal["collocated", "prefill", "decode"],
     chunk_tokens: int,
     ttft_spend: float = 0.5,
-    tpot_spend: float = 0.7,
+    tpot_spend: float = 0.85,
 ) -> Slack:
     """The smallest slack over serving's requests.
 
