@@ -144,7 +144,7 @@ def greedy_gap(running: RunningPair, rollout: bool, tokens: Sequence[int], choic
     return worst
 
 
-def run_serve(argv: Sequence[str], timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
+def run_serve(argv: Sequence[str], timeout_s: float = 240) -> subprocess.CompletedProcess[str]:
     """`vllm serve ARGV...` to its end, for start-ups that must fail."""
     env = {**os.environ, "VLLM_CPU_OMP_THREADS_BIND": "0", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", *argv]

@@ -19,13 +19,13 @@ from vllm_coserve.api.errors import ConfigurationError, CoserveError
 from vllm_coserve.control.block import ControlBlock
 from vllm_coserve.control.words import Word
 from vllm_coserve.engine.seams import patch
+from vllm_coserve.engine.supervisor import EXIT_CONFIGURATION, Supervisor
 
 PAGE_BYTES = 2 << 20
 _GIB = 1 << 30
 _DEFAULT_POOL_GIB = 4.0
 _DEFAULT_POOL_SHARE = 0.4  # of the memory that is available, where that is less
 _PROOF_TIMEOUT_S = 120.0
-EXIT_CONFIGURATION = 2
 
 _CHOICES = {"policy": get_args(Policy), "role": get_args(Role), "start": get_args(StartState)}
 _NUMBERS = {
@@ -107,7 +107,6 @@ def pair(args: argparse.Namespace, config: CoserveConfig) -> Iterator[Context]:
         ConfigurationError: the flags, the model, the ports or the memory do not allow it; nothing was started.
     """
     from vllm_coserve.engine.install import install
-    from vllm_coserve.engine.supervisor import Supervisor
     from vllm_coserve.memory.host import create_pool
 
     preflight(args, config)

@@ -25,6 +25,8 @@ logger = logging.getLogger("vllm.coserve")
 _BACKOFF_FIRST_S, _BACKOFF_MAX_S = 1.0, 30.0
 _HEALTHY_AFTER_S = 60.0  # a sidecar that lived so long starts with the first back-off again
 _STOP_GRACE_S = 5.0
+_END_TRIES, _END_RETRY_S = 4, 4.0
+EXIT_CONFIGURATION = 2
 _GROUP_GRACE_S = 3.0
 _POLL_S = 0.02
 _CLEAR_TIMEOUT_S = 10.0
@@ -117,7 +119,15 @@ class Supervisor:
             "Check --coserve-rollout and --coserve-rollout-args"
         )
         logger.error("coserve: %s", self.failure)
-        os.kill(os.getpid(), signal.SIGTERM)
+        main = threading.main_thread()
+        for _ in range(_END_TRIES):
+            # A first signal can go unseen while vLLM waits for its engine core in C code.
+            signal.pthread_kill(main.ident or 0, signal.SIGTERM)
+            if self._stopping.wait(_END_RETRY_S):
+                return
+        self._end_group()
+        print(f"vllm serve: error: {self.failure}", file=sys.stderr, flush=True)
+        os._exit(EXIT_CONFIGURATION)  # the engine's processes die with this one
 
     def _spawn(self) -> subprocess.Popen[bytes]:
         config = self._context.config

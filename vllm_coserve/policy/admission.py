@@ -59,11 +59,11 @@ def admit(
         return Denial("no_work")
     usable_s = slack_s - guard_s(offer, handover_s)
     decode_s = offer.decode_step_s * margin
-    if decode_s > usable_s:
+    if not decode_s <= usable_s:  # NaN is denied too
         return Denial("slack")
     per_token_s = max(1e-9, offer.per_prefill_token_s * margin)
     limit = min(max_chunk_tokens, offer.prefill_tokens)
-    chunk = limit if usable_s == float("inf") else min(limit, int((usable_s - decode_s) / per_token_s))
+    chunk = limit if usable_s == float("inf") else int(min(limit, (usable_s - decode_s) / per_token_s))
     if chunk < min(min_chunk_tokens, limit):
         chunk = 0
     if chunk == 0 and not offer.decode_requests:
@@ -79,7 +79,8 @@ def idle_chunk_tokens(offer: RolloutOffer, slo: Slo, *, max_chunk_tokens: int, m
     if slo.ttft_s is None or offer.per_prefill_token_s <= 0:
         return max_chunk_tokens
     room_s = slo.ttft_s * _IDLE_SHARE_OF_TTFT - offer.decode_step_s
-    return max(min_chunk_tokens, min(max_chunk_tokens, int(room_s / offer.per_prefill_token_s)))
+    fits = int(min(max_chunk_tokens, room_s / offer.per_prefill_token_s))
+    return min(max_chunk_tokens, max(min_chunk_tokens, fits))
 
 
 def turn_wait_bound_s(expected_s: float) -> float:

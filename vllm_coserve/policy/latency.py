@@ -9,9 +9,11 @@ from dataclasses import dataclass
 import numpy as np
 
 _MIN_S, _MAX_S = 1e-5, 60.0
+_MAX_FEATURE = 1e15  # beyond any step; larger values would overflow the normal equations
 _REFIT_EVERY = 16
 _EARLY_REFITS = (4, 8)
 _RIDGE = 0.02  # pull towards the prior, relative to the data's own scale
+_ROBUST_ROUNDS = 5
 _RATIO_WINDOW = 64
 _FORMAT = 1
 _TWO_DEVIATIONS_IN_Q90 = 2 / 1.2816  # the 90 % quantile of a normal law lies 1.2816 deviations above its mean
@@ -58,19 +60,40 @@ class Coefficients:
         )
 
 
+def _learnable(prior: np.ndarray) -> np.ndarray:
+    """Terms near zero, given so or fitted so in an earlier run, lifted to a tenth of their usual share of the cost.
+
+    The ridge works in units of the prior, and in units of nothing a term could not be learned again.
+    """
+    usual = np.array(Coefficients().values())
+    positive = prior > 0
+    speed = float(np.median(prior[positive] / usual[positive])) if positive.any() else 1.0
+    return np.maximum(prior, 0.1 * speed * usual)
+
+
 class LatencyModel:
     """Nonnegative linear cost law over a window of steps.
 
     Windowed ridge regression on the RELATIVE error, robust to outliers by reweighting. Recursive least squares with
-    forgetting diverged on real engines, so every fit starts from the window and the prior.
+    forgetting diverged on real engines, so every fit starts from the window and the prior. The prior says how the
+    terms relate; how fast the device is comes from the window, so a device far from the prior is no harder to fit.
+
+    Raises:
+        ValueError: the prior is not finite and nonnegative, or the window is empty.
     """
 
     def __init__(self, prior: Coefficients | None = None, window: int = 256) -> None:
-        self._prior = np.array((prior or Coefficients()).values())
-        self._coef: tuple[float, ...] = tuple(self._prior)
+        values = (prior or Coefficients()).values()
+        if not all(math.isfinite(v) and v >= 0 for v in values):
+            raise ValueError(f"prior coefficients must be finite and nonnegative: {values}")
+        if window < 1:
+            raise ValueError(f"the window must hold at least one step, not {window}")
+        self._prior = _learnable(np.array(values))
+        self._coef: tuple[float, ...] = tuple(float(v) for v in values)
         self._samples: deque[tuple[tuple[float, ...], float]] = deque(maxlen=window)
         self._ratios: deque[float] = deque(maxlen=_RATIO_WINDOW)
         self._seen = 0
+        self._learned = np.zeros(len(values), dtype=bool)  # terms that some fit had data for
 
     @property
     def samples(self) -> int:
@@ -79,10 +102,13 @@ class LatencyModel:
 
     def observe(self, shape: StepShape, duration_s: float) -> None:
         """Learn from a step; cheap, never raises, ignores impossible values."""
-        if not (isinstance(duration_s, float | int) and math.isfinite(duration_s) and _MIN_S < duration_s < _MAX_S):
+        try:
+            if not (isinstance(duration_s, float | int) and _MIN_S < duration_s < _MAX_S):
+                return
+            x = shape.features()
+        except (OverflowError, TypeError, ValueError):  # not numbers, or beyond a float: teaches nothing
             return
-        x = shape.features()
-        if min(x) < 0:
+        if not all(0 <= v <= _MAX_FEATURE for v in x):  # NaN fails too
             return
         self._ratios.append(duration_s / self.predict_s(shape))
         self._samples.append((x, float(duration_s)))
@@ -118,34 +144,53 @@ class LatencyModel:
         """Marginal cost of one more prefill token, in seconds."""
         return max(1e-9, self._coef[1])
 
+    def prefill_work_s(self, tokens: int, pairs: int) -> float:
+        """Seconds that prefill adds to steps that run anyway: tokens and attention pairs, without the fixed cost."""
+        return self._coef[1] * tokens + self._coef[2] * pairs
+
     def _refit(self) -> None:
         x = np.array([s[0] for s in self._samples])
         y = np.array([s[1] for s in self._samples])
-        weight = 1.0 / y
+        # The speed of this device relative to the prior; the median does not see outliers. Without it the ridge holds
+        # a device that is 10 times slower far below its true cost, and slack is overestimated.
+        prior = self._prior * max(1e-9, float(np.median(y / np.maximum(x @ self._prior, 1e-12))))
         coef = np.array(self._coef)
-        for _ in range(3):
+        # A window of decodes says nothing about prefills: what was learned of them stays, or the next burst would be
+        # judged by the prior.
+        in_window = x.any(axis=0)
+        prior = np.where(self._learned & ~in_window, coef, prior)
+        for _ in range(_ROBUST_ROUNDS):
             relative = np.abs(x @ coef - y) / y
             spread = max(0.05, 2.5 * float(np.median(relative)))
             robust = np.minimum(1.0, spread / np.maximum(relative, 1e-9))
-            coef = self._solve(x, y, weight * np.sqrt(robust))
+            try:
+                coef = self._solve(x, y, np.sqrt(robust) / y, prior, coef)
+            except np.linalg.LinAlgError:  # the law of the last fit stays
+                return
         if np.all(np.isfinite(coef)):
             self._coef = tuple(float(v) for v in coef)
+            self._learned |= in_window
 
-    def _solve(self, x: np.ndarray, y: np.ndarray, weight: np.ndarray) -> np.ndarray:
-        """Ridge towards the prior in units of the prior; coefficients that would be negative are held at zero."""
-        scale = self._prior
+    @staticmethod
+    def _solve(x: np.ndarray, y: np.ndarray, weight: np.ndarray, prior: np.ndarray, last: np.ndarray) -> np.ndarray:
+        """Ridge towards the prior; coefficients that would be negative are held at zero.
+
+        The pull is in units of the larger of the prior and the last solution, so that it stays bounded for a term
+        which the data puts far above the prior.
+        """
+        scale = np.maximum(np.maximum(prior, last), 1e-18)  # what was learned may be zero
         a = x * scale * weight[:, None]
         b = y * weight
         active = np.ones(len(scale), dtype=bool)
+        strength = _RIDGE * max(1.0, len(b) / 64)
         for _ in range(len(scale)):
-            aa = a[:, active]
-            ridge = _RIDGE * np.eye(int(active.sum())) * max(1.0, len(b) / 64)
-            got = np.linalg.solve(aa.T @ aa + ridge, aa.T @ b + ridge.sum(axis=1))
+            aa, pull = a[:, active], strength * (prior / scale)[active]
+            got = np.linalg.solve(aa.T @ aa + strength * np.eye(len(pull)), aa.T @ b + pull)
             if (got >= 0).all():
                 break
             active[np.flatnonzero(active)[got < 0]] = False
             if not active.any():
-                return scale
+                return prior
         full = np.zeros(len(scale))
         full[active] = got
         return full * scale
@@ -160,9 +205,9 @@ class LatencyModel:
         coef = d.get("coefficients") if isinstance(d, dict) and d.get("format") == _FORMAT else None
         if not isinstance(coef, list) or len(coef) != 5:
             raise ValueError("not a latency model of this version")
-        if not all(isinstance(v, float | int) and math.isfinite(v) and 0 <= v < _MAX_S for v in coef):
-            raise ValueError(f"coefficients out of range: {coef}")
-        model = cls()
-        model._coef = tuple(float(v) for v in coef)
-        model._prior = np.maximum(np.array(model._coef), np.array(Coefficients().values()) * 1e-2)
-        return model
+        # Compared before any conversion: JSON holds integers that no float can.
+        if not all(isinstance(v, float | int) and not isinstance(v, bool) and 0 <= v < _MAX_S for v in coef):
+            raise ValueError(f"latency coefficients must be seconds within [0, {_MAX_S:.0f})")
+        if not any(coef):
+            raise ValueError("latency coefficients are all zero")
+        return cls(Coefficients(*(float(v) for v in coef)))

@@ -94,7 +94,8 @@ class MemoryPolicy:
         restore = facts.rollout_pages - max(
             self._headroom - facts.free_pages - facts.serving_cached_pages, self._config.reclaim_batch_pages
         )
-        target = max(0, min(self._budget, restore) if cut else min(facts.rollout_pages, restore))
+        # Also while frozen: the pages of the cut may not be back yet, and the target must not rise above it again.
+        target = max(0, min(self._budget, restore))
         return MemoryDecision(self._budget, 0, target, self._for_headroom(facts), True, cut, "burst")
 
     def _share(self, facts: MemoryFacts) -> MemoryDecision:

@@ -87,12 +87,11 @@ def _ttft_slack(facts: ServingFacts, slo: Slo, model: LatencyModel, chunk_tokens
     if slo.ttft_s is None:
         return Slack(-math.inf, "no_slo")
     base_s = model.predict_s(StepShape(0, 0, facts.decode_requests, facts.decode_context_tokens))
-    empty_s = model.predict_s(StepShape(0, 0, 0, 0))
-    ahead_s, smallest = 0.0, math.inf
+    ahead_s, smallest, chunk_tokens = 0.0, math.inf, max(1, chunk_tokens)
     for p in facts.prefills:
         n = p.remaining_tokens
-        own_s = model.predict_s(StepShape(n, n * p.context_tokens + n * n // 2, 0, 0)) - empty_s
-        own_s += base_s * max(1, -(-n // max(1, chunk_tokens)))
+        steps = max(1, -(-n // chunk_tokens))
+        own_s = base_s * steps + model.prefill_work_s(n, n * p.context_tokens + n * n // 2)
         wait_s = spend * max(0.0, slo.ttft_s - own_s)
         smallest = min(smallest, p.arrival_s + wait_s - facts.now_s - ahead_s)
         ahead_s += own_s
