@@ -6,6 +6,7 @@ It is an anonymous memory file (memfd) of the `vllm serve` process. The others o
 
 from __future__ import annotations
 
+import bisect
 import ctypes
 import mmap
 import os
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from vllm_coserve.api.errors import ContractError
+from vllm_coserve.control.events import EVENT_BYTES, EventRings
 from vllm_coserve.control.futex import futex_wait, futex_wake
 from vllm_coserve.control.words import Bell, Word
 
@@ -26,9 +28,31 @@ QUEUE_BELLS = 4096  # futex words for vLLM's message queues, picked by a hash of
 _MEMBERS, _MEMBER_WORDS = 64, 4
 RING_TURNS = 8192
 RING_RECLAIMS = 1024
+# Upper bounds of the latency histograms, in seconds; a last bucket holds what lies above.
+LATENCY_BOUNDS_S = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0)
+_HISTOGRAM_WORDS = len(LATENCY_BOUNDS_S) + 2
+REGISTRATION_BYTES = 512
 _CACHE_LINE = 64
 
 WHO_SERVING, WHO_ROLLOUT = 1, 2
+
+
+class Histogram:
+    """Counts of latencies by bucket, and their sum; one writer."""
+
+    def __init__(self, cells: np.ndarray) -> None:
+        """`cells`: int64[buckets + 1], the last one the sum in ns."""
+        self._cells = cells
+
+    def observe(self, duration_ns: int) -> None:
+        """Count one latency; its one writer only."""
+        self._cells[bisect.bisect_left(LATENCY_BOUNDS_S, duration_ns / 1e9)] += 1
+        self._cells[-1] += duration_ns
+
+    def read(self) -> tuple[list[int], float]:
+        """(counts per bucket, the last one without an upper bound; sum in seconds)."""
+        *counts, total_ns = self._cells.tolist()
+        return counts, total_ns / 1e9
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +98,10 @@ class ControlBlock:
         rings = self._array(offsets["turns"], np.int64, 2 * (1 + RING_TURNS * 3))
         self._turn_rings = {WHO_SERVING: rings[: rings.size // 2], WHO_ROLLOUT: rings[rings.size // 2 :]}
         self._reclaims = self._array(offsets["reclaims"], np.int64, 1 + RING_RECLAIMS)
+        cells = self._array(offsets["histograms"], np.int64, 2 * _HISTOGRAM_WORDS)
+        self.reclaim_latency, self.handover_latency = (Histogram(c) for c in cells.reshape(2, -1))
+        self.events = EventRings(memoryview(mm)[offsets["events"] : offsets["events"] + EVENT_BYTES])
+        self.registration = memoryview(mm)[offsets["registration"] : offsets["registration"] + REGISTRATION_BYTES]
 
     def _array(self, offset: int, dtype: type, count: int) -> np.ndarray:
         return np.frombuffer(self._mm, dtype=dtype, count=count, offset=offset)
@@ -187,6 +215,7 @@ class ControlBlock:
         n = int(self._reclaims[0])
         self._reclaims[1 + n % RING_RECLAIMS] = duration_ns
         self._reclaims[0] = n + 1
+        self.reclaim_latency.observe(duration_ns)
 
     def reclaim_latencies_ms(self) -> Sequence[float]:
         """The latest reclaim latencies, in ms, oldest first only while fewer than the ring holds."""
@@ -205,6 +234,9 @@ def _layout(pool_pages: int) -> dict[str, int]:
         ("rollout_table", pool_pages * 4),
         ("turns", 2 * (1 + RING_TURNS * 3) * 8),
         ("reclaims", (1 + RING_RECLAIMS) * 8),
+        ("histograms", 2 * _HISTOGRAM_WORDS * 8),
+        ("events", EVENT_BYTES),
+        ("registration", REGISTRATION_BYTES),
     )
     offsets, at = {}, 0
     for name, size in sizes:

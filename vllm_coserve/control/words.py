@@ -54,6 +54,11 @@ class Word(IntEnum):
     KILL_GENERATION = auto()  # S: generation that owes pages for too long and must be killed
     SERVING_HEARTBEAT_NS = auto()  # S
     ROLLOUT_HEARTBEAT_NS = auto()  # R
+    ROLLOUT_ALIVE_NS = auto()  # R: when its background thread last ran, also while the engine is idle
+    ROLLOUT_API_ALIVE_NS = auto()  # A (the latest of several): when its event loop last ran
+    WEIGHT_VERSION = auto()  # R: counts weight updates; salts the prefix cache
+    WEIGHTS_LOADED = auto()  # R: 0 while deactivation has freed the weights
+    LOAD_NS = auto()  # R: how long the latest activation or weight update took
     SERVING_READY = auto()  # S: its pools, gate and latency model are in use
     ROLLOUT_READY = auto()  # R
     # --- counters
@@ -68,6 +73,10 @@ class Word(IntEnum):
     ROLLOUT_PAGES_MAX = auto()  # S
     RECLAIM_ABORTS = auto()  # R: requests ended because their pages went
     STALL_ABORTS = auto()  # R
+    DEACTIVATE_ABORTS = auto()  # R
+    TOO_LARGE_ABORTS = auto()  # R: requests ended because they alone outgrew the budget
+    PREFIX_QUERY_TOKENS = auto()  # R: prompt tokens looked up in the rollout's prefix cache
+    PREFIX_HIT_TOKENS = auto()  # R: of these, found
     ROLLOUT_TOKENS = auto()  # R
     ROLLOUT_STEPS = auto()  # R
     ROLLOUT_RUNNING = auto()  # R
