@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 State = Literal["starting", "active", "deactivating", "deactivated"]
 
@@ -34,6 +34,32 @@ class Reclaims(BaseModel):
     aborted_requests: int = Field(description="rollout requests ended because their pages went")
 
 
+class Aborts(BaseModel):
+    """Rollout requests that were ended early, by reason; each kept its tokens."""
+
+    reclaimed: int
+    stalled: int
+    deactivated: int
+    too_large: int
+
+
+class Weights(BaseModel):
+    """The rollout engine's weights."""
+
+    version: str
+    number: int = Field(description="counts weight versions since the pair was started")
+    loaded: bool = Field(description="false while deactivation has freed them")
+    load_ms: float = Field(description="how long the latest load or release took")
+
+
+class Holder(BaseModel):
+    """The RL job that holds the rollout engine."""
+
+    job: str
+    since_s: float = Field(description="Unix time")
+    expires_in_s: float = Field(description="unless it renews")
+
+
 class Gate(BaseModel):
     """The compute gate."""
 
@@ -58,6 +84,8 @@ class RolloutEngine(BaseModel):
     tokens: int = Field(description="tokens generated since its start")
     steps: int
     stalled_requests: int
+    prefix_query_tokens: int = Field(description="prompt tokens looked up in its prefix cache")
+    prefix_hit_tokens: int
 
 
 class Status(BaseModel):
@@ -72,6 +100,37 @@ class Status(BaseModel):
     reclaims: Reclaims
     gate: Gate
     rollout: RolloutEngine
+    aborts: Aborts
+    weights: Weights
+    registration: Holder | None
+
+
+class RegisterRequest(BaseModel):
+    """Body of POST /coserve/v1/register; send it again before `ttl_s` is over to stay registered."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    job: str = Field(min_length=1, max_length=80, pattern=r"^[\x21-\x7e]+$", description="name of the RL job")
+    ttl_s: float = Field(30.0, gt=0, le=3600, allow_inf_nan=False, description="seconds without a heartbeat it lives")
+
+
+class WeightsRequest(BaseModel):
+    """Body of POST /coserve/v1/weights."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    path: str = Field(min_length=1, max_length=4096, description="folder of safetensors files of the same model")
+    version: str = Field(min_length=1, max_length=96, pattern=r"^[\x21-\x7e]+$", description="name of the new weights")
+
+
+class EventRecord(BaseModel):
+    """One event of GET /coserve/v1/events, the `data` of a server-sent event."""
+
+    id: str = Field(description="send it as Last-Event-ID to go on behind this event")
+    time_s: float = Field(description="Unix time")
+    kind: str
+    value: int
+    text: str
 
 
 class TurnRecord(BaseModel):

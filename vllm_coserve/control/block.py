@@ -18,7 +18,7 @@ import numpy as np
 from vllm_coserve.api.errors import ContractError
 from vllm_coserve.control.events import EVENT_BYTES, EventRings
 from vllm_coserve.control.futex import futex_wait, futex_wake
-from vllm_coserve.control.words import Bell, Word
+from vllm_coserve.control.words import Bell, Note, Word
 
 _MAGIC = 0x76636F7365727631  # "vcoserv1"
 _HEADER_WORDS = 16
@@ -31,7 +31,7 @@ RING_RECLAIMS = 1024
 # Upper bounds of the latency histograms, in seconds; a last bucket holds what lies above.
 LATENCY_BOUNDS_S = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0)
 _HISTOGRAM_WORDS = len(LATENCY_BOUNDS_S) + 2
-REGISTRATION_BYTES = 512
+_NOTE_BYTES = 512
 _CACHE_LINE = 64
 
 WHO_SERVING, WHO_ROLLOUT = 1, 2
@@ -101,7 +101,7 @@ class ControlBlock:
         cells = self._array(offsets["histograms"], np.int64, 2 * _HISTOGRAM_WORDS)
         self.reclaim_latency, self.handover_latency = (Histogram(c) for c in cells.reshape(2, -1))
         self.events = EventRings(memoryview(mm)[offsets["events"] : offsets["events"] + EVENT_BYTES])
-        self.registration = memoryview(mm)[offsets["registration"] : offsets["registration"] + REGISTRATION_BYTES]
+        self._notes = memoryview(mm)[offsets["notes"] : offsets["notes"] + len(Note) * _NOTE_BYTES]
 
     def _array(self, offset: int, dtype: type, count: int) -> np.ndarray:
         return np.frombuffer(self._mm, dtype=dtype, count=count, offset=offset)
@@ -175,6 +175,21 @@ class ControlBlock:
             now = self._bells[index]
         return now
 
+    # ---- notes: short texts
+
+    def note(self, note: Note) -> str:
+        """Read a text; empty at first."""
+        at = note * _NOTE_BYTES
+        length = int.from_bytes(self._notes[at : at + 2], "little")
+        return bytes(self._notes[at + 2 : at + 2 + length]).decode(errors="replace")
+
+    def set_note(self, note: Note, text: str) -> None:
+        """Store a text of at most 510 bytes; only its one writer may, or who holds the lock that guards it."""
+        data, at = text.encode()[: _NOTE_BYTES - 2], note * _NOTE_BYTES
+        self._notes[at : at + 2] = bytes(2)  # a reader in between finds nothing rather than a mixture
+        self._notes[at + 2 : at + 2 + len(data)] = data
+        self._notes[at : at + 2] = len(data).to_bytes(2, "little")
+
     # ---- members: who has proved itself active
 
     def join(self, side: int, kind: int, pid: int) -> None:
@@ -236,7 +251,7 @@ def _layout(pool_pages: int) -> dict[str, int]:
         ("reclaims", (1 + RING_RECLAIMS) * 8),
         ("histograms", 2 * _HISTOGRAM_WORDS * 8),
         ("events", EVENT_BYTES),
-        ("registration", REGISTRATION_BYTES),
+        ("notes", len(Note) * _NOTE_BYTES),
     )
     offsets, at = {}, 0
     for name, size in sizes:

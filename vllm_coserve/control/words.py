@@ -58,7 +58,10 @@ class Word(IntEnum):
     ROLLOUT_API_ALIVE_NS = auto()  # A (the latest of several): when its event loop last ran
     WEIGHT_VERSION = auto()  # R: counts weight updates; salts the prefix cache
     WEIGHTS_LOADED = auto()  # R: 0 while deactivation has freed the weights
+    WEIGHTS_JOB_DONE = auto()  # rollout worker: number of the last load or release of weights that it has ended
     LOAD_NS = auto()  # R: how long the latest activation or weight update took
+    KV_BLOCK_BYTES = auto()  # R: size of one of its KV blocks
+    KV_BLOCK_TOKENS = auto()  # R
     SERVING_READY = auto()  # S: its pools, gate and latency model are in use
     ROLLOUT_READY = auto()  # R
     # --- counters
@@ -99,3 +102,10 @@ class Bell(IntEnum):
     SERVING_MAPPED = auto()  # serving worker has mapped: wakes the serving engine core
     ROLLOUT_MAPPED = auto()
     SUPERVISOR = auto()
+
+
+class Note(IntEnum):
+    """Short texts."""
+
+    WEIGHT_VERSION = 0  # R: name of the weights in use
+    REGISTRATION = 1  # A, under a file lock on the control file: the RL job that holds the engine, as JSON

@@ -119,13 +119,17 @@ class ElasticBlockPool(BlockPool):
     def reset_prefix_cache(self) -> bool:
         if self.slots.num_used_blocks:
             return False
-        for block in list(self._cached_in_eviction_order()):
-            self._drop_cached(block)
+        self.forget_cached()
         self.cached_block_hash_to_block = BlockHashToBlockMap()
         self.cached_block_hashes_by_block.clear()
         if self.metrics_collector:
             self.metrics_collector.reset()
         return True
+
+    def forget_cached(self) -> None:
+        """Turn all unreferenced prefix cache into free blocks."""
+        for block in list(self._cached_in_eviction_order()):
+            self._drop_cached(block)
 
     def get_num_free_blocks(self) -> int:
         return self.free_block_queue.num_free_blocks

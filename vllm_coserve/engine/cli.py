@@ -6,11 +6,9 @@ import argparse
 import asyncio
 import contextlib
 import os
-import socket
 import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, get_args
 
 from vllm_coserve.api.config import CoserveConfig, Policy, Role, StartState, flag_of, parse_config
@@ -18,13 +16,17 @@ from vllm_coserve.api.context import Context
 from vllm_coserve.api.errors import ConfigurationError, CoserveError
 from vllm_coserve.control.block import ControlBlock
 from vllm_coserve.control.words import Word
+from vllm_coserve.engine.life import socket_folder
+from vllm_coserve.engine.preflight import (
+    DEFAULT_POOL_GIB,
+    DEFAULT_POOL_SHARE,
+    PAGE_BYTES,
+    pool_size_pages,
+    preflight,
+)
 from vllm_coserve.engine.seams import patch
 from vllm_coserve.engine.supervisor import EXIT_CONFIGURATION, Supervisor
 
-PAGE_BYTES = 2 << 20
-_GIB = 1 << 30
-_DEFAULT_POOL_GIB = 4.0
-_DEFAULT_POOL_SHARE = 0.4  # of the memory that is available, where that is less
 _PROOF_TIMEOUT_S = 120.0
 
 _CHOICES = {"policy": get_args(Policy), "role": get_args(Role), "start": get_args(StartState)}
@@ -58,7 +60,7 @@ def _with_flags(original: Any) -> Any:
             if name == "rollout":
                 text += ". Turns co-serving on; without it nothing of vLLM changes"
             elif name == "pool_gib":
-                text += f" (default: {_DEFAULT_POOL_GIB:g}, at most {_DEFAULT_POOL_SHARE:.0%} of available memory)"
+                text += f" (default: {DEFAULT_POOL_GIB:g}, at most {DEFAULT_POOL_SHARE:.0%} of available memory)"
             elif name.endswith("slo_ms"):
                 text += " (default: none; without an SLO only idle windows are lent)"
             else:
@@ -89,8 +91,11 @@ def _with_pair(original: Any) -> Any:
                 raise ConfigurationError(
                     f"{flag_of(next(iter(given)))} needs --coserve-rollout ROLLOUT_MODEL beside it"
                 )
-            with pair(args, parse_config(given)):
-                original(args)
+            with socket_folder() as folder:
+                if folder is not None and "VLLM_RPC_BASE_PATH" not in os.environ:
+                    os.environ["VLLM_RPC_BASE_PATH"] = str(folder)
+                with pair(args, parse_config(given)):
+                    original(args)
         except CoserveError as exc:
             print(f"vllm serve: error: {exc}", file=sys.stderr)
             sys.exit(EXIT_CONFIGURATION)
@@ -110,9 +115,7 @@ def pair(args: argparse.Namespace, config: CoserveConfig) -> Iterator[Context]:
     from vllm_coserve.memory.host import create_pool
 
     preflight(args, config)
-    pool_pages = int(pool_gib(config) * _GIB) // PAGE_BYTES
-    if pool_pages < 4:
-        raise ConfigurationError(f"--coserve-pool-gib {config.pool_gib}: the pool needs at least 4 pages of 2 MiB")
+    pool_pages = pool_size_pages(config)
     block, control_fd = ControlBlock.create(pool_pages, PAGE_BYTES)
     context = Context(
         side="serving",
@@ -163,87 +166,3 @@ def _after_proof(original: Any, block: ControlBlock, supervisor: Any) -> Any:
         return await original(*args, **kwargs)
 
     return init_app_state
-
-
-def pool_gib(config: CoserveConfig) -> float:
-    """Size of the page pool in GiB, checked against the memory there is.
-
-    Raises:
-        ConfigurationError: more than is available.
-    """
-    available = available_memory_bytes() / _GIB
-    if config.pool_gib is None:
-        return min(_DEFAULT_POOL_GIB, available * _DEFAULT_POOL_SHARE)
-    if config.pool_gib > available:
-        raise ConfigurationError(
-            f"--coserve-pool-gib {config.pool_gib:g} is larger than the memory that is available "
-            f"({available:.2f} GiB): lower it, both models need memory of their own beside the pool"
-        )
-    return config.pool_gib
-
-
-def available_memory_bytes() -> int:
-    """Memory that can be had without swapping."""
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    raise ConfigurationError("/proc/meminfo does not say how much memory is available: give --coserve-pool-gib")
-
-
-def preflight(args: argparse.Namespace, config: CoserveConfig) -> None:
-    """Find what cannot work before anything is started.
-
-    Raises:
-        ConfigurationError: says the fix.
-    """
-    serving_port = args.port or 8000
-    if config.rollout_port == serving_port:
-        raise ConfigurationError(
-            f"--coserve-rollout-port {config.rollout_port} is the serving port too: give another port"
-        )
-    host = args.host or ""
-    check_port(host, serving_port, "--port")
-    check_port("127.0.0.1", config.rollout_port, "--coserve-rollout-port")
-    for flag in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
-        if (getattr(args, flag, 1) or 1) > 1:
-            name = "--" + flag.replace("_", "-")
-            raise ConfigurationError(f"--coserve-rollout lends one device: {name} must be 1, or leave co-serving off")
-    if getattr(args, "kv_transfer_config", None):
-        raise ConfigurationError("--coserve-rollout cannot be combined with --kv-transfer-config yet: leave one out")
-    if getattr(args, "headless", False) or getattr(args, "grpc", False):
-        raise ConfigurationError("--coserve-rollout needs vLLM's HTTP API server: leave --headless and --grpc out")
-    check_model(config.rollout)
-
-
-def check_port(host: str, port: int, flag: str) -> None:
-    """Raises ConfigurationError when somebody listens on a port already."""
-    try:
-        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as s:
-            s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            s.bind((host, port))
-    except OSError as exc:
-        raise ConfigurationError(f"port {port} cannot be used ({exc.strerror}): give another with {flag}") from exc
-
-
-def check_model(model: str) -> None:
-    """Raises ConfigurationError when the rollout model cannot be found or is none that vLLM can read."""
-    path = Path(model)
-    if path.exists():
-        if not (path / "config.json").is_file():
-            raise ConfigurationError(
-                f"--coserve-rollout {model}: there is no config.json in it; give a folder with a Hugging Face model"
-            )
-        return
-    if model.startswith(("/", "./", "../", "~")) or model.count("/") > 1:
-        raise ConfigurationError(
-            f"--coserve-rollout {model}: there is no such folder; give a Hugging Face model name or an existing folder"
-        )
-    from transformers import AutoConfig
-
-    try:
-        AutoConfig.from_pretrained(model)
-    except Exception as exc:  # recovery: whatever the hub client raised, the user's fix is the same
-        raise ConfigurationError(
-            f"--coserve-rollout {model} cannot be loaded ({type(exc).__name__}: {str(exc).splitlines()[0]}): "
-            "check its name, the network and your Hugging Face token, or give a local folder"
-        ) from exc

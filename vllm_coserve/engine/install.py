@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import sys
+import time
 from typing import Any
 
 from vllm_coserve.api.context import Context
@@ -10,9 +12,11 @@ from vllm_coserve.api.errors import ContractError
 from vllm_coserve.control.block import ControlBlock
 from vllm_coserve.control.words import Word
 from vllm_coserve.engine.core_runtime import KIND_WORKER, SIDE_ROLLOUT, SIDE_SERVING, CoreRuntime, logger
-from vllm_coserve.engine.seams import patch
+from vllm_coserve.engine.seams import SEAMS, add_method, patch
 from vllm_coserve.engine.worker_hooks import TorchWithKvTensor, WorkerRuntime
 
+LOAD_WEIGHTS = "coserve_load_weights"  # utility method of the rollout's engine core
+_WEIGHTS_POLL_S = 0.002
 KV_CACHE_LAYOUT = "BLHNC"  # block-outermost: a page holds whole blocks of every layer
 
 
@@ -61,7 +65,30 @@ def install(context: Context) -> ControlBlock:
         _install_worker(_process)
         _install_memory(_process)
         _install_loop(_process)
+        if "vllm.entrypoints.cli.serve" in sys.modules:  # an API server: engine cores and workers do not load it
+            _install_api(_process)
     return _process.block
+
+
+def installed_block() -> ControlBlock:
+    """The control block of the pair that this process belongs to.
+
+    Raises:
+        ContractError: the hooks were not installed here.
+    """
+    if _process is None:
+        raise ContractError("this process is not part of a co-serving pair")
+    return _process.block
+
+
+def _install_api(process: _Process) -> None:
+    # METRICS
+    from vllm_coserve.engine.request_size import refuse_larger_than_budget
+
+    # METRICS2
+    if process.side == SIDE_ROLLOUT:
+        for key in (k for k in SEAMS if k.startswith("max_tokens_")):
+            patch(key, lambda original: refuse_larger_than_budget(original, process.block))
 
 
 def _install_queues(process: _Process) -> None:
@@ -255,10 +282,31 @@ def _install_serving_loop(process: _Process) -> None:
 
 
 def _install_rollout_loop(process: _Process) -> None:
+    def salted_arrival(original: Any) -> Any:
+        def preprocess_add_request(self: Any, request: Any) -> Any:
+            process.core.guarded("salting a request", lambda: process.core.weights.salt(request))
+            return original(self, request)
+
+        return preprocess_add_request
+
+    def never_stale(original: Any) -> Any:
+        def get_computed_blocks(self: Any, request: Any) -> Any:
+            process.core.weights.rehash_if_stale(request)
+            return original(self, request)
+
+        return get_computed_blocks
+
+    def load_weights(core: Any, path: str, version: str) -> Any:
+        """Called by name from the sidecar's API server."""
+        return process.core.load_weights(path, version)
+
     def step(original: Any) -> Any:
         def _process_engine_step(self: Any) -> bool:
             runtime = process.core
             runtime.guarded("work between steps", runtime.between_steps)
+            if runtime.weights.busy:
+                time.sleep(_WEIGHTS_POLL_S)
+                return False
             if not (self.scheduler.running or self.scheduler.waiting):
                 return original(self)  # only finished requests to tell the worker about
             turn = runtime.guarded("asking for the device", runtime.enter_turn)
@@ -276,3 +324,6 @@ def _install_rollout_loop(process: _Process) -> None:
         return _process_engine_step
 
     patch("core_step", step)
+    patch("core_arrival", salted_arrival)
+    patch("computed_blocks", never_stale)
+    add_method("core_class", LOAD_WEIGHTS, load_weights)

@@ -9,16 +9,21 @@ from typing import Any
 
 from vllm_coserve.api.context import Context
 from vllm_coserve.control.block import WHO_ROLLOUT, ControlBlock
+from vllm_coserve.control.events import EventKind, Writer
 from vllm_coserve.control.gate import RolloutGate, Turn
 from vllm_coserve.control.words import Bell, Word
 from vllm_coserve.engine.core_runtime import SIDE_ROLLOUT, CoreRuntime, logger
+from vllm_coserve.engine.endings import (
+    REASON_DEACTIVATED,
+    REASON_RECLAIMED,
+    REASON_STALLED,
+    REASON_TOO_LARGE,
+    Endings,
+)
+from vllm_coserve.engine.rollout_weights import WeightsKeeper
 from vllm_coserve.memory.ledger import RolloutLedger
 from vllm_coserve.policy.latency import StepShape
 from vllm_coserve.policy.victims import Candidate, choose_victims
-
-REASON_RECLAIMED = "coserve:reclaimed"
-REASON_STALLED = "coserve:stalled"
-REASON_DEACTIVATED = "coserve:deactivated"
 
 _TURN_WAIT_S = 0.005
 _GRANT_WAIT_S = 0.002
@@ -45,15 +50,21 @@ class RolloutRuntime(CoreRuntime):
         self._granted_seq = -1
         self._held: set[int] = set()  # pages that are ours and known, mapped or spare
         self._full_chunk = 0  # vLLM's own max_num_scheduled_tokens
-        self._progress: dict[str, tuple[int, float]] = {}  # request -> (computed tokens, since when)
+        self.weights = WeightsKeeper(block, self._forget_cached)
+        self._endings = Endings(block, self.config.stall_timeout_s)
+        self._changing_since_s: float | None = None  # when the (de)activation under way began
         self._next_upkeep_s = 0.0
         self._refused_until_s = 0.0
-        for word in (Word.ROLLOUT_TOKENS, Word.ROLLOUT_STEPS, Word.ROLLOUT_WANTED_PAGES, Word.ROLLOUT_DEACTIVATED):
-            block.set(word, 0)
+        block.set(Word.ROLLOUT_WANTED_PAGES, 0)
+        block.set(Word.ROLLOUT_DEACTIVATED, 0)
 
     def attach(self, core: Any) -> None:
         self._full_chunk = core.scheduler.max_num_scheduled_tokens
+        self.weights.attach(core)
         super().attach(core)
+        assert self.geometry is not None
+        self.block.set(Word.KV_BLOCK_BYTES, self.geometry.block_bytes)
+        self.block.set(Word.KV_BLOCK_TOKENS, core.vllm_config.cache_config.block_size)
 
     def profile_step(self) -> Callable[[], Any] | None:
         if not self.block.get(Word.ACTIVE_WANTED):
@@ -77,6 +88,7 @@ class RolloutRuntime(CoreRuntime):
         block.ring(Bell.ARBITER)
         while not self.stopping.is_set():
             seen = block.bell(Bell.ROLLOUT_CORE)
+            block.set(Word.ROLLOUT_ALIVE_NS, time.monotonic_ns())
             if self._has_orders():
                 self.wake_main()
             block.wait(Bell.ROLLOUT_CORE, seen, _LISTEN_S)
@@ -84,8 +96,10 @@ class RolloutRuntime(CoreRuntime):
 
     def _has_orders(self) -> bool:
         get = self.block.get
-        return get(Word.RECLAIM_SEQ) != get(Word.RECLAIM_DONE_SEQ) or get(Word.ACTIVE_WANTED) == get(
-            Word.ROLLOUT_DEACTIVATED
+        return (
+            self.weights.busy
+            or get(Word.RECLAIM_SEQ) != get(Word.RECLAIM_DONE_SEQ)
+            or get(Word.ACTIVE_WANTED) == get(Word.ROLLOUT_DEACTIVATED)
         )
 
     # ---- compute
@@ -159,6 +173,9 @@ class RolloutRuntime(CoreRuntime):
             self.block.record_turn(self.who, start_ns, end_ns, self.clock.tokens)
             self.block.add(Word.ROLLOUT_STEPS)
             self.block.add(Word.ROLLOUT_BUSY_NS, end_ns - start_ns)
+        for new in scheduler_output.scheduled_new_reqs:
+            self.block.add(Word.PREFIX_QUERY_TOKENS, len(new.prompt_token_ids or ()))
+            self.block.add(Word.PREFIX_HIT_TOKENS, new.num_computed_tokens)
         sampled = sum(
             1
             for req_id in scheduler_output.num_scheduled_tokens
@@ -171,11 +188,13 @@ class RolloutRuntime(CoreRuntime):
     def between_steps(self) -> None:
         """All that changes requests or blocks, on the main thread and with no step in flight."""
         block = self.block
+        self.weights.poll()
         if not block.get(Word.ACTIVE_WANTED):
             self._deactivate()
         elif block.get(Word.ROLLOUT_DEACTIVATED):
-            block.set(Word.ROLLOUT_DEACTIVATED, 0)
-            block.ring(Bell.ARBITER)
+            self._activate()
+        else:
+            self._changing_since_s = None
         if block.get(Word.RECLAIM_SEQ) != block.get(Word.RECLAIM_DONE_SEQ):
             self._meet_reclaim()
         self.finish_releases()
@@ -257,7 +276,7 @@ class RolloutRuntime(CoreRuntime):
         if need > 0:
             need -= self._drop(pool.slots_to_give(need))
         while need > 0 and self.scheduler.running:
-            self._abort(self._victims(need), REASON_RECLAIMED, Word.RECLAIM_ABORTS)
+            self._endings.end(self.core, self._victims(need), REASON_RECLAIMED)
             need -= self._drop(pool.slots_to_give(need))
         self.finish_releases(_UNMAP_WAIT_S)
         block.set(Word.RECLAIM_DONE_SEQ, seq)
@@ -290,58 +309,69 @@ class RolloutRuntime(CoreRuntime):
             candidates.append(Candidate(request.request_id, dict(on_slot), request.num_computed_tokens))
         return choose_victims(candidates, self.pool.slots.used, need)
 
-    def _abort(self, request_ids: list[str], reason: str, counter: Word | None) -> None:
-        """End requests; their clients get the tokens so far, finish_reason "abort" and the reason as stop_reason."""
-        if not request_ids:
-            return
-        from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
-        from vllm.v1.request import RequestStatus
-
-        ended = self.scheduler.finish_requests(request_ids, RequestStatus.FINISHED_ABORTED)
-        by_client: dict[int, list[str]] = defaultdict(list)
-        for request in ended:
-            by_client[request.client_index].append(request.request_id)
-        for client, ids in by_client.items():
-            outputs = [EngineCoreOutput(i, [], finish_reason=FinishReason.ABORT, stop_reason=reason) for i in ids]
-            self.core.output_queue.put_nowait((client, EngineCoreOutputs(finished_requests=set(ids), outputs=outputs)))
-        if counter is not None:
-            self.block.add(counter, len(ended))
-        logger.info("coserve: ended %d rollout requests: %s", len(ended), reason)
-
     def _deactivate(self) -> None:
-        """Give everything back and take no requests until activated again."""
+        """Give everything back, KV and weights, and take no requests until activated again."""
         assert self.pool is not None
-        self._abort(list(self.scheduler.requests), REASON_DEACTIVATED, None)
+        self._endings.end(self.core, self.scheduler.requests, REASON_DEACTIVATED)
         if self.block.get(Word.ROLLOUT_DEACTIVATED) and not self._held:
             return
+        if self._changing_since_s is None:
+            self._changing_since_s = time.monotonic()
         self._granted_seq = -1
         self._look_for_pages()
         self._give_back(self.pool.take_spare_pages())
         self._drop(self.pool.slots_to_give(self.pool.slots.num_mapped))
-        if self.finish_releases(_UNMAP_WAIT_S) == 0 and not self._held:
-            if not self.block.get(Word.ROLLOUT_DEACTIVATED):
-                logger.info("coserve: rollout engine deactivated, all pages given back")
-            self.block.set(Word.ROLLOUT_DEACTIVATED, 1)
-            self.block.ring(Bell.ARBITER)
+        if self.finish_releases(_UNMAP_WAIT_S) or self._held or self.weights.busy:
+            return
+        if self.weights.loaded and self.weights.can_free:
+            self.weights.free()
+            return
+        self._changed(EventKind.DEACTIVATE, 1)
+
+    def _activate(self) -> None:
+        """Bring the weights back and take requests again."""
+        if self._changing_since_s is None:
+            self._changing_since_s = time.monotonic()
+        if self.weights.busy:
+            return
+        if not self.weights.loaded:
+            self.weights.restore()
+            return
+        self._changed(EventKind.ACTIVATE, 0)
+
+    def _changed(self, kind: EventKind, deactivated: int) -> None:
+        took_ms = int((time.monotonic() - (self._changing_since_s or time.monotonic())) * 1000)
+        self._changing_since_s = None
+        logger.info("coserve: rollout engine %sd in %d ms", kind.name.lower(), took_ms)
+        self.block.events.put(Writer.ROLLOUT, kind, took_ms)
+        self.block.set(Word.ROLLOUT_DEACTIVATED, deactivated)
+        self.block.ring(Bell.ARBITER)
+
+    def load_weights(self, path: str, version: str) -> Any:
+        """Replace the weights between two steps; vLLM answers the caller when the future is done."""
+        future = self.weights.load(path, version)
+        self.wake_main()
+        return future
+
+    def _forget_cached(self) -> None:
+        """Prefix cache of weights that are no longer in use: no request will find it."""
+        assert self.pool is not None
+        self.pool.forget_cached()
 
     def _upkeep(self, now_s: float) -> None:
-        """Leases and stalls."""
+        """Leases, stalls, and requests that outgrew the budget."""
         assert self.pool is not None
         if idle := self.pool.idle_slots(self.config.lease_s):
             spare = _SPARE_BLOCKS if self.scheduler.running else 0
             if self.pool.slots.num_free > spare or not self.scheduler.running:
                 self._drop(idle)
-        progress: dict[str, tuple[int, float]] = {}
-        stalled = []
-        for request in self.scheduler.running:
-            done, since = self._progress.get(request.request_id, (-1, now_s))
-            if request.num_computed_tokens != done:
-                done, since = request.num_computed_tokens, now_s
-            elif now_s - since > self.config.stall_timeout_s:
-                stalled.append(request.request_id)
-            progress[request.request_id] = (done, since)
-        self._progress = progress
-        self._abort(stalled, REASON_STALLED, Word.STALL_ABORTS)
+        if self.weights.busy:
+            self._endings.restart_clocks()
+            return
+        tokens = self.core.vllm_config.cache_config.block_size
+        too_large = self._endings.too_large(self.scheduler, self.pool.slots.geometry, tokens)
+        self._endings.end(self.core, too_large, REASON_TOO_LARGE)
+        self._endings.end(self.core, self._endings.stalled(self.scheduler), REASON_STALLED)
 
 
 _EMPTY = StepShape(0, 0, 0, 0)

@@ -3,26 +3,33 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import secrets
 import time
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any
 
-from fastapi import APIRouter, Depends, Header, HTTPException, Query
+from fastapi import APIRouter, Depends, Header, HTTPException, Query, Request
+from fastapi.responses import StreamingResponse
 
-from vllm_coserve import __version__
 from vllm_coserve.api.context import Context, current_context
-from vllm_coserve.api.messages import Gate, Pages, Reclaims, RolloutEngine, State, Status, TurnRecord, Turns
-from vllm_coserve.control.block import WHO_ROLLOUT, WHO_SERVING, ControlBlock
+from vllm_coserve.api.messages import Holder, RegisterRequest, Status, Turns, WeightsRequest
+from vllm_coserve.control.block import ControlBlock
+from vllm_coserve.control.registration import HeldByAnotherError, Registration
 from vllm_coserve.control.words import Bell, Word
-from vllm_coserve.policy.memory import MemoryConfig, headroom_pages
+from vllm_coserve.engine.event_stream import parse_cursor, stream
+from vllm_coserve.engine.install import LOAD_WEIGHTS
+from vllm_coserve.engine.status import read_status, read_turns
 
 if TYPE_CHECKING:
     from argparse import Namespace
 
     from fastapi import FastAPI
 
-_CHANGE_BOUND_S = 10.0
+_CHANGE_BOUND_S = 60.0
+_WEIGHTS_BOUND_S = 120.0
+_ALIVE_S = 0.5
 _POLL_S = 0.01
 
 
@@ -34,6 +41,7 @@ class SidecarRoutes:
 
     def __init__(self) -> None:
         self._context = current_context()
+        self._upkeep: asyncio.Task[None] | None = None
 
     def attach_router(self, app: FastAPI) -> None:
         """Add the routes, on the rollout engine's server only."""
@@ -44,8 +52,20 @@ class SidecarRoutes:
             app.include_router(make_router(self._context, block, _token_digests(app.state.args)))
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
-        """All state is in the control block, but for the weight version."""
+        """Keep the engine client, and begin to show that this server's event loop runs."""
         state.coserve_engine_client = engine_client
+        if self._context is not None and self._context.side == "rollout":
+            from vllm_coserve.engine.install import installed_block
+
+            self._upkeep = asyncio.create_task(_keep_up(self._context, installed_block()))
+
+
+async def _keep_up(context: Context, block: ControlBlock) -> None:
+    registration = Registration(block, context.open(context.control_fd))
+    while True:
+        block.set(Word.ROLLOUT_API_ALIVE_NS, time.monotonic_ns())
+        registration.expire()
+        await asyncio.sleep(_ALIVE_S)
 
 
 def _token_digests(args: Namespace) -> list[bytes]:
@@ -53,6 +73,15 @@ def _token_digests(args: Namespace) -> list[bytes]:
 
     keys = args.api_key if isinstance(args.api_key, list) else [args.api_key]
     return [hashlib.sha256(k.encode()).digest() for k in [*keys, envs.VLLM_API_KEY] if k]
+
+
+_Answers = dict[int | str, dict[str, Any]]
+_HELD: _Answers = {409: {"description": "another RL job holds the engine; the answer says which"}}
+_BAD_WEIGHTS: _Answers = {422: {"description": "not weights of this model; the old ones stay"}}
+_EVENT_ANSWERS: _Answers = {
+    200: {"content": {"text/event-stream": {}}},
+    400: {"description": "Last-Event-ID is no id of this API"},
+}
 
 
 def make_router(context: Context, block: ControlBlock, token_digests: list[bytes]) -> APIRouter:
@@ -73,6 +102,7 @@ def make_router(context: Context, block: ControlBlock, token_digests: list[bytes
         dependencies=[Depends(authorize)],
         responses={401: {"description": "the API key is missing or wrong"}},
     )
+    registration = Registration(block, context.open(context.control_fd))
     changes = {503: {"description": "the rollout engine did not follow in time"}}
 
     @router.get("/status")
@@ -95,6 +125,38 @@ def make_router(context: Context, block: ControlBlock, token_digests: list[bytes
         """End the rollout's requests and give all pages back; the process stays warm."""
         return await _change(context, block, active=False)
 
+    @router.get("/events", response_class=StreamingResponse, responses=_EVENT_ANSWERS)
+    async def events(last_event_id: Annotated[str | None, Header(max_length=128)] = None) -> StreamingResponse:
+        """What happens, as server-sent events; with Last-Event-ID also what happened behind that event."""
+        cursor = block.events.last()
+        if last_event_id:
+            try:
+                cursor = parse_cursor(last_event_id, len(cursor))
+            except ValueError as exc:
+                raise HTTPException(400, str(exc)) from None
+        headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+        return StreamingResponse(stream(block, cursor), media_type="text/event-stream", headers=headers)
+
+    @router.post("/register", responses=_HELD)
+    def register(body: RegisterRequest) -> Holder:
+        """Take the rollout engine for an RL job, or renew that; it ends when no renewal comes for `ttl_s`."""
+        with _conflicts():
+            held = registration.take(body.job, body.ttl_s)
+        return Holder(job=held.job, since_s=held.since_s, expires_in_s=held.expires_in_s)
+
+    @router.delete("/register", status_code=204, responses=_HELD | {404: {"description": "that job is not registered"}})
+    def release(job: Annotated[str, Query(min_length=1, max_length=80)]) -> None:
+        """Give the rollout engine free for another RL job."""
+        with _conflicts():
+            if not registration.release(job):
+                raise HTTPException(404, f"RL job {job!r} is not registered here")
+
+    @router.post("/weights", responses=changes | _BAD_WEIGHTS)
+    async def weights(body: WeightsRequest, request: Request) -> Status:
+        """Replace the weights by those of a checkpoint folder, between two steps; requests go on with the new ones."""
+        await _load_weights(request.app.state.coserve_engine_client, body)
+        return read_status(context, block)
+
     @router.post("/step")
     async def step() -> Status:
         """Announce a new RL step: the page budget is computed anew from serving's recent usage."""
@@ -103,6 +165,24 @@ def make_router(context: Context, block: ControlBlock, token_digests: list[bytes
         return read_status(context, block)
 
     return router
+
+
+@contextlib.contextmanager
+def _conflicts() -> Iterator[None]:
+    try:
+        yield
+    except HeldByAnotherError as exc:
+        raise HTTPException(409, str(exc)) from None
+
+
+async def _load_weights(engine_client: Any, body: WeightsRequest) -> None:
+    call = engine_client.engine_core.call_utility_async(LOAD_WEIGHTS, body.path, body.version)
+    try:
+        wrong = await asyncio.wait_for(call, _WEIGHTS_BOUND_S)
+    except TimeoutError:
+        raise HTTPException(503, f"the weights were not loaded within {_WEIGHTS_BOUND_S:.0f} s") from None
+    if wrong:
+        raise HTTPException(422, wrong)
 
 
 async def _change(context: Context, block: ControlBlock, active: bool) -> Status:
@@ -115,81 +195,3 @@ async def _change(context: Context, block: ControlBlock, active: bool) -> Status
             raise HTTPException(503, f"the rollout engine did not follow within {_CHANGE_BOUND_S:.0f} s")
         await asyncio.sleep(_POLL_S)
     return read_status(context, block)
-
-
-def read_status(context: Context, block: ControlBlock) -> Status:
-    """The control block in words."""
-    get, config = block.get, context.config
-    owners = [int((block.owners == i).sum()) for i in range(4)]
-    return Status(
-        version=__version__,
-        state=_state(block),
-        model=config.rollout,
-        generation=get(Word.GENERATION),
-        step=get(Word.RL_STEP),
-        pages=Pages(
-            pool=block.pool_pages,
-            free=owners[0] + owners[1],
-            serving=owners[2],
-            serving_cached=get(Word.SERVING_CACHED_PAGES),
-            rollout=owners[3],
-            rollout_max=get(Word.ROLLOUT_PAGES_MAX),
-            budget=get(Word.BUDGET_PAGES),
-            headroom=headroom_pages(block.pool_pages, MemoryConfig(headroom_fraction=config.headroom)),
-            page_bytes=block.page_bytes,
-        ),
-        reclaims=_reclaims(block),
-        gate=Gate(
-            policy=config.policy,
-            open=bool(get(Word.GATE_OPEN)),
-            grants=get(Word.GRANTS),
-            denials=get(Word.DENIALS),
-            overruns=get(Word.OVERRUNS),
-            slack_ms=get(Word.SLACK_US) / 1000,
-            handover_ms=get(Word.HANDOVER_US) / 1000,
-            serving_steps=get(Word.SERVING_STEPS),
-            serving_busy_s=get(Word.SERVING_BUSY_NS) / 1e9,
-            rollout_busy_s=get(Word.ROLLOUT_BUSY_NS) / 1e9,
-            faults=get(Word.SERVING_GATE_FAULTS) + get(Word.ROLLOUT_GATE_FAULTS),
-        ),
-        rollout=RolloutEngine(
-            running=get(Word.ROLLOUT_RUNNING),
-            waiting=get(Word.ROLLOUT_WAITING),
-            tokens=get(Word.ROLLOUT_TOKENS),
-            steps=get(Word.ROLLOUT_STEPS),
-            stalled_requests=get(Word.STALL_ABORTS),
-        ),
-    )
-
-
-def _state(block: ControlBlock) -> State:
-    if not block.get(Word.ROLLOUT_READY):
-        return "starting"
-    deactivated = bool(block.get(Word.ROLLOUT_DEACTIVATED))
-    if block.get(Word.ACTIVE_WANTED):
-        return "starting" if deactivated else "active"
-    return "deactivated" if deactivated else "deactivating"
-
-
-def _reclaims(block: ControlBlock) -> Reclaims:
-    ms = sorted(block.reclaim_latencies_ms())
-    return Reclaims(
-        count=block.get(Word.RECLAIMS),
-        pages=block.get(Word.RECLAIMED_PAGES),
-        cuts=block.get(Word.CUTS),
-        ms_p50=ms[len(ms) // 2] if ms else None,
-        ms_p99=ms[min(len(ms) - 1, int(len(ms) * 0.99))] if ms else None,
-        aborted_requests=block.get(Word.RECLAIM_ABORTS),
-    )
-
-
-def read_turns(block: ControlBlock, after: int) -> Turns:
-    """Steps of both engines; the cursor packs the two rings' positions, 26 bits for serving's above the rollout's."""
-    serving_after, rollout_after = after >> 26, after & ((1 << 26) - 1)
-    serving_last, serving = block.turns(WHO_SERVING, serving_after)
-    rollout_last, rollout = block.turns(WHO_ROLLOUT, rollout_after)
-    records = [
-        TurnRecord(seq=t.seq, who=t.who, start_s=t.start_s, end_s=t.end_s, tokens=t.tokens)  # type: ignore[arg-type]
-        for t in sorted([*serving, *rollout], key=lambda t: t.start_s)
-    ]
-    return Turns(next=(serving_last << 26) | rollout_last, turns=records)

@@ -83,6 +83,37 @@ SEAMS: dict[str, Seam] = {
         ("self", "scheduler_output", "model_runner_output"),
         "the device is free: hand it over before post-processing",
     ),
+    "core_class": Seam(
+        "vllm.v1.engine.core", "EngineCoreProc", None, "gets a utility method that replaces weights between steps"
+    ),
+    "computed_blocks": Seam(
+        "vllm.v1.core.kv_cache_manager",
+        "KVCacheManager.get_computed_blocks",
+        ("self", "request"),
+        "prefix cache of old weights must not be found",
+    ),
+    # --- API server
+    "metrics_registry": Seam(
+        "vllm.entrypoints.serve.instrumentator.metrics",
+        "get_prometheus_registry",
+        (),
+        "adds the pair's metrics to /metrics, with one API server and with several",
+    ),
+    **{
+        f"max_tokens_{name}": Seam(
+            f"vllm.entrypoints.{module}.serving",
+            "get_max_tokens",
+            ("max_model_len", "max_tokens", "input_length"),
+            "refuses a request larger than the rollout's budget before its answer has begun",
+            "check_admission is told how long a request is",
+        )
+        for name, module in (
+            ("chat", "openai.chat_completion"),
+            ("completion", "openai.completion"),
+            ("responses", "openai.responses"),
+            ("tokens", "scale_out.token_in_token_out"),
+        )
+    },
     # --- message queue
     "queue_condition": Seam(
         "vllm.distributed.device_communicators.shm_broadcast",
@@ -158,6 +189,20 @@ def patch(key: str, make: Callable[[Any], Any]) -> None:
         replacement = classmethod(replacement)
     _originals[key] = original
     setattr(owner, name, replacement)
+
+
+def add_method(key: str, name: str, function: Callable[..., Any]) -> None:
+    """Give the class of a seam a method of ours.
+
+    Raises:
+        ContractError: the class has one of that name already.
+    """
+    owner, attr = resolve(key)
+    cls = getattr(owner, attr)
+    if getattr(cls, name, function) is not function and name not in _originals:
+        raise ContractError(f"{cls.__name__} has a method {name} already")
+    _originals[name] = None
+    setattr(cls, name, function)
 
 
 def patched() -> frozenset[str]:

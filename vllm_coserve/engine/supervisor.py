@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from pathlib import Path
 
 from vllm_coserve.api.context import CONTEXT_ENV, Context
 from vllm_coserve.control.block import ControlBlock
+from vllm_coserve.control.events import EventKind, Writer
 from vllm_coserve.control.words import Bell, Word
 from vllm_coserve.engine.core_runtime import KIND_API, SIDE_ROLLOUT, SIDE_SERVING
 
@@ -30,6 +32,11 @@ EXIT_CONFIGURATION = 2
 _GROUP_GRACE_S = 3.0
 _POLL_S = 0.02
 _CLEAR_TIMEOUT_S = 10.0
+_HUNG_AFTER_S = 10.0  # a process of the sidecar that shows no life for so long has the sidecar killed
+_HUNG_STEP_AFTER_S = 30.0  # the same while it computes: a step may take its time
+_START_BOUND_S = 1800.0  # loading a large model from a slow disk takes long, but not for ever
+_BACKGROUND_NICE = 19
+_CAP_SYS_NICE = 23
 
 
 class Supervisor:
@@ -78,7 +85,10 @@ class Supervisor:
         """One life of the sidecar; returns whether it ever became ready."""
         block = self._block
         generation = block.add(Word.GENERATION)
-        self._process = self._spawn()
+        self._forget_signs_of_life()
+        self._process, spawned_s = self._spawn(), time.monotonic()
+        # While users are served, a rollout engine that starts again loads its model in what nobody else wants.
+        nice = generation > 1 and _may_raise_priority() and _renice(self._process.pid, _BACKGROUND_NICE)
         logger.info("coserve: rollout engine %d starts, process %d", generation, self._process.pid)
         ready = False
         while self._process.poll() is None and not self._stopping.is_set():
@@ -86,14 +96,39 @@ class Supervisor:
             ready = ready or bool(block.get(Word.ROLLOUT_READY))
             if block.get(Word.KILL_GENERATION) == generation or self._lost_a_process(ready):
                 break
+            if not ready and time.monotonic() - spawned_s > _START_BOUND_S:
+                logger.warning("coserve: the rollout engine did not come up within %.0f s, killing it", _START_BOUND_S)
+                break
+            if ready and (who := self._hung()):
+                logger.warning("coserve: the rollout engine's %s shows no life, killing it", who)
+                break
+            if ready and nice:
+                _renice(self._process.pid, 0)
+                nice = False
             block.wait(Bell.SUPERVISOR, seen, _POLL_S)
         if self._stopping.is_set():
             return ready
         self._kill_group()
         block.set(Word.GENERATION_DEAD, generation)
+        block.events.put(Writer.SUPERVISOR, EventKind.RESTART, generation + 1)
         block.ring(Bell.ARBITER)
         self._await_cleared(generation)
         return ready
+
+    def _forget_signs_of_life(self) -> None:
+        for word in (Word.ROLLOUT_ALIVE_NS, Word.ROLLOUT_API_ALIVE_NS, Word.ROLLOUT_HEARTBEAT_NS):
+            self._block.set(word, 0)  # their writers are gone
+
+    def _hung(self) -> str:
+        """The part of a live sidecar that does nothing any more (stopped, or stuck), "" when none."""
+        get, now_ns = self._block.get, time.monotonic_ns()
+        for word, who in ((Word.ROLLOUT_API_ALIVE_NS, "API server"), (Word.ROLLOUT_ALIVE_NS, "engine core")):
+            if 0 < get(word) < now_ns - _HUNG_AFTER_S * 1e9:
+                return who
+        has_requests = get(Word.ROLLOUT_RUNNING) or get(Word.ROLLOUT_WAITING)
+        if has_requests and 0 < get(Word.ROLLOUT_HEARTBEAT_NS) < now_ns - _HUNG_STEP_AFTER_S * 1e9:
+            return "worker"
+        return ""
 
     def _lost_a_process(self, ready: bool) -> bool:
         """The engine core or worker of the sidecar is gone; its API server may take seconds to notice."""
@@ -184,6 +219,28 @@ def _group_members(pgid: int) -> list[int]:
             if fields and int(fields[2]) == pgid and fields[0] not in "ZX":
                 members.append(int(entry.name))
     return members
+
+
+def _may_raise_priority() -> bool:
+    """Whether a lowered priority could be raised again: CAP_SYS_NICE, or an RLIMIT_NICE that admits 0."""
+    if resource.getrlimit(resource.RLIMIT_NICE)[0] in (resource.RLIM_INFINITY, *range(20, 41)):
+        return True
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("CapEff:"):
+            return bool(int(line.split()[1], 16) >> _CAP_SYS_NICE & 1)
+    return False
+
+
+def _renice(pgid: int, nice: int) -> bool:
+    """Set the niceness of all threads of a process group; False where the system does not let us."""
+    try:
+        for pid in _group_members(pgid):
+            for thread in os.listdir(f"/proc/{pid}/task"):
+                with contextlib.suppress(ProcessLookupError):
+                    os.setpriority(os.PRIO_PROCESS, int(thread), nice)
+    except OSError:
+        return False
+    return True
 
 
 def _stat(pid: int) -> list[str]:

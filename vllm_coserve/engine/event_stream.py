@@ -1,0 +1,47 @@
+"""`GET /coserve/v1/events`: the pair's events as server-sent events (WHATWG HTML, section 9.2)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+from vllm_coserve.api.messages import EventRecord
+from vllm_coserve.control.block import ControlBlock
+
+_POLL_S = 0.05
+_KEEP_ALIVE_S = 10.0
+
+
+def parse_cursor(text: str, parts: int) -> tuple[int, ...]:
+    """The cursor in an event id, such as "12.3.0.1".
+
+    Raises:
+        ValueError: it is none.
+    """
+    numbers = text.split(".")
+    if len(numbers) != parts or not all(n.isascii() and n.isdigit() and len(n) < 19 for n in numbers):
+        raise ValueError(f"not an event id of this API: {text[:80]!r}; leave it out to get what happens from now on")
+    return tuple(int(n) for n in numbers)
+
+
+async def stream(block: ControlBlock, cursor: tuple[int, ...]) -> AsyncIterator[str]:
+    """Events behind `cursor`, then each new one as it comes; a comment now and then shows that the stream lives."""
+    position, quiet_s = list(cursor), 0.0
+    yield f": coserve events behind {'.'.join(map(str, cursor))}\n\n"
+    while True:
+        events = block.events.after(tuple(position))
+        for event in events:
+            position[event.writer] = event.number
+            record = EventRecord(
+                id=".".join(map(str, position)),
+                time_s=event.time_s,
+                kind=event.kind.name.lower(),
+                value=event.value,
+                text=event.text,
+            )
+            yield f"id: {record.id}\nevent: {record.kind}\ndata: {record.model_dump_json()}\n\n"
+        quiet_s = 0.0 if events else quiet_s + _POLL_S
+        if quiet_s >= _KEEP_ALIVE_S:
+            quiet_s = 0.0
+            yield ": still here\n\n"
+        await asyncio.sleep(_POLL_S)

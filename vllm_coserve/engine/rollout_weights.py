@@ -1,0 +1,143 @@
+"""The rollout engine core's hand on its weights: one job at a time in the worker, while messages are still served."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm_coserve.api.errors import ContractError
+from vllm_coserve.control.block import ControlBlock
+from vllm_coserve.control.events import EventKind, Writer
+from vllm_coserve.control.words import Note, Word
+
+JOB_BOUND_S = 300.0
+_SALT = "coserve-weights"
+
+
+@dataclass(slots=True)
+class _Job:
+    kind: str
+    path: str = ""
+    version: str = ""
+    answer: Future[str] = field(default_factory=Future)
+    number: int = 0
+    since_s: float = 0.0
+    rpc: Any = None
+
+
+class WeightsKeeper:
+    """Frees, restores and replaces weights. All methods run on the engine core's main thread.
+
+    While a job runs no step may (`busy`), but the core still gives pages back and ends requests.
+    """
+
+    def __init__(self, block: ControlBlock, on_new_version: Callable[[], None]) -> None:
+        """`on_new_version` is called when other weights have come into use."""
+        self._block, self._on_new_version = block, on_new_version
+        self._core: Any = None
+        self._queue: deque[_Job] = deque()
+        self._number = block.get(Word.WEIGHTS_JOB_DONE)
+        self.loaded = True
+        self.can_free = True
+
+    def attach(self, core: Any) -> None:
+        """The engine core is about to serve, with the weights of the model folder."""
+        self._core = core
+        self._block.set(Word.WEIGHTS_LOADED, 1)
+        self._publish_version(core.get_weight_version())
+
+    @property
+    def busy(self) -> bool:
+        """A job is under way or waits."""
+        return bool(self._queue)
+
+    def free(self) -> None:
+        """Begin to free the weights; `loaded` says when it is done."""
+        self._add(_Job("free"))
+
+    def restore(self) -> None:
+        """Begin to load freed weights again."""
+        self._add(_Job("restore"))
+
+    def load(self, path: str, version: str) -> Future[str]:
+        """Begin to replace the weights; the future gives "" or why the old ones are still in use."""
+        job = _Job("load", path, version)
+        if not self.loaded or any(j.kind == "free" for j in self._queue):
+            job.answer.set_result("the rollout engine is deactivated: activate it first")
+        else:
+            self._add(job)
+        return job.answer
+
+    def _add(self, job: _Job) -> None:
+        self._queue.append(job)
+        self.poll()
+
+    def poll(self) -> None:
+        """Start the next job, or end the one that the worker has finished. Call it between steps."""
+        if not self._queue:
+            return
+        job = self._queue[0]
+        if job.rpc is None:
+            from vllm_coserve.engine.worker_weights import run_job
+
+            self._number += 1
+            job.number, job.since_s = self._number, time.monotonic()
+            args = (job.number, job.kind, job.path)
+            job.rpc = self._core.model_executor.collective_rpc(run_job, args=args, non_block=True)
+            return
+        if self._block.get(Word.WEIGHTS_JOB_DONE) != job.number:
+            if time.monotonic() - job.since_s > JOB_BOUND_S:
+                raise ContractError(f"the worker did not end its weights job '{job.kind}' within {JOB_BOUND_S:.0f} s")
+            return
+        self._queue.popleft()
+        self._finish(job)
+
+    def _finish(self, job: _Job) -> None:
+        wrong = job.rpc.result()[0]
+        self._block.set(Word.LOAD_NS, int((time.monotonic() - job.since_s) * 1e9))
+        if job.kind == "free":
+            self.loaded, self.can_free = bool(wrong), not wrong
+        elif job.kind == "restore":
+            self.loaded = True
+        elif not wrong:
+            self._core.set_weight_version(job.version)
+            self._publish_version(job.version)
+            self._block.events.put(Writer.ROLLOUT, EventKind.WEIGHTS, self.number, job.version)
+            self._on_new_version()
+        self._block.set(Word.WEIGHTS_LOADED, int(self.loaded))
+        job.answer.set_result(wrong)
+
+    def _publish_version(self, version: str) -> None:
+        self._block.set_note(Note.WEIGHT_VERSION, version)
+        self._block.add(Word.WEIGHT_VERSION)
+
+    # ---- prefix cache
+
+    @property
+    def number(self) -> int:
+        """Counts weight versions, also over lives of the rollout engine."""
+        return self._block.get(Word.WEIGHT_VERSION)
+
+    def salt(self, request: Any) -> None:
+        """Have a request's prefix-cache hashes depend on the weights in use (any thread, before it is hashed)."""
+        request.cache_salt = salted(request.cache_salt, self.number)
+
+    def rehash_if_stale(self, request: Any) -> None:
+        """Hash a request anew that was hashed for weights no longer in use, before its prefix is looked up."""
+        current = salted(request.cache_salt, self.number)
+        if request.cache_salt != current:
+            request.cache_salt = current
+            request.block_hashes.clear()
+            request.update_block_hashes()
+
+
+def salted(cache_salt: str | None, number: int) -> str:
+    """A user's cache salt together with the number of the weights; what an earlier number added is replaced."""
+    user = cache_salt or ""
+    if user.startswith(_SALT + ":"):
+        user = user.split(":", 2)[2]
+    return f"{_SALT}:{number}:{user}"
