@@ -14,6 +14,7 @@ from vllm_coserve.api.errors import ConfigurationError
 
 Policy = Literal["dual", "ttft", "tpot", "none"]
 Role = Literal["collocated", "prefill", "decode"]
+MemoryMode = Literal["preemptive", "grow_only", "static"]
 StartState = Literal["active", "deactivated"]
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -52,9 +53,15 @@ class CoserveConfig(BaseModel):
     role: Role = Field("collocated", description="what the serving instance does: both phases, or one of a P/D pair")
     pool_gib: Positive | None = Field(None, description="size of the shared KV page pool in GiB")
     headroom: float = Field(0.2, ge=0, lt=1, description="share of the pool that is kept free for serving")
+    memory: MemoryMode = Field(
+        "preemptive",
+        description="how pages are shared: taken back for serving at once, never taken back, or half and half (the "
+        "last two for comparison)",
+    )
     lease_s: Seconds = Field(10.0, description="how long an idle rollout prefix-cache page is kept, in s")
     chunk_tokens: int = Field(512, ge=1, le=1 << 20, description="largest rollout prefill chunk, in tokens")
     stall_timeout_s: Seconds = Field(2.0, description="a running rollout request without progress for so long ends")
+    start: MemoryMode = Literal["preemptive", "grow_only", "static"]
     start: StartState = Field("active", description="whether the rollout engine lends itself from the start")
 
     @field_validator("rollout_args")

@@ -6,6 +6,7 @@ They outlive the sidecar, so a client that was cut off by a restart can go on wh
 from __future__ import annotations
 
 import struct
+import threading
 import time
 from dataclasses import dataclass
 from enum import IntEnum
@@ -58,12 +59,16 @@ class EventRings:
     """The rings in a buffer of EVENT_BYTES bytes, zero at first."""
 
     def __init__(self, buffer: memoryview) -> None:
+        self._lock = threading.Lock()  # between the threads of this process only
         size = EVENT_BYTES // len(Writer)
         self._rings = [buffer[i * size : (i + 1) * size] for i in range(len(Writer))]
 
     def put(self, writer: Writer, kind: EventKind, value: int = 0, text: str = "") -> None:
         """Append an event; only the ring's one writer may."""
-        ring = self._rings[writer]
+        with self._lock:
+            self._put(self._rings[writer], kind, value, text)
+
+    def _put(self, ring: memoryview, kind: EventKind, value: int, text: str) -> None:
         number = int.from_bytes(ring[:8], "little") + 1
         data = text.encode()[:96]
         at = 8 + (number - 1) % _RING_EVENTS * _RECORD.size

@@ -91,7 +91,9 @@ class ServingGate:
         fence()
         used = block.get(Word.ROLLOUT_TURN) == turn
         if used:
-            delay_us = max(0, block.get(Word.ROLLOUT_STEP_SINCE_NS) - start_ns) // 1000
+            delay_ns = max(0, block.get(Word.ROLLOUT_STEP_SINCE_NS) - start_ns)
+            block.handover_latency.observe(delay_ns)
+            delay_us = delay_ns // 1000
             block.set(Word.HANDOVER_US, (block.get(Word.HANDOVER_US) * 7 + delay_us) // 8)
         returned = self._await_inactive()
         return used and returned

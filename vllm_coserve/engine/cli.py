@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator
 from typing import Any, get_args
 
-from vllm_coserve.api.config import CoserveConfig, Policy, Role, StartState, flag_of, parse_config
+from vllm_coserve.api.config import CoserveConfig, MemoryMode, Policy, Role, StartState, flag_of, parse_config
 from vllm_coserve.api.context import Context
 from vllm_coserve.api.errors import ConfigurationError, CoserveError
 from vllm_coserve.control.block import ControlBlock
@@ -29,7 +29,12 @@ from vllm_coserve.engine.supervisor import EXIT_CONFIGURATION, Supervisor
 
 _PROOF_TIMEOUT_S = 120.0
 
-_CHOICES = {"policy": get_args(Policy), "role": get_args(Role), "start": get_args(StartState)}
+_CHOICES = {
+    "policy": get_args(Policy),
+    "role": get_args(Role),
+    "start": get_args(StartState),
+    "memory": get_args(MemoryMode),
+}
 _NUMBERS = {
     "rollout_port": int,
     "ttft_slo_ms": float,

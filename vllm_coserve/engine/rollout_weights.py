@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
-from vllm_coserve.api.errors import ContractError
 from vllm_coserve.control.block import ControlBlock
 from vllm_coserve.control.events import EventKind, Writer
 from vllm_coserve.control.words import Note, Word
+from vllm_coserve.engine.core_runtime import logger
 
 JOB_BOUND_S = 300.0
 _SALT = "coserve-weights"
@@ -49,6 +50,7 @@ class WeightsKeeper:
         self._core = core
         self._block.set(Word.WEIGHTS_LOADED, 1)
         self._publish_version(core.get_weight_version())
+        self._announce()
 
     @property
     def busy(self) -> bool:
@@ -91,13 +93,16 @@ class WeightsKeeper:
             return
         if self._block.get(Word.WEIGHTS_JOB_DONE) != job.number:
             if time.monotonic() - job.since_s > JOB_BOUND_S:
-                raise ContractError(f"the worker did not end its weights job '{job.kind}' within {JOB_BOUND_S:.0f} s")
+                _end_engine(f"the worker did not end its weights job '{job.kind}' within {JOB_BOUND_S:.0f} s")
             return
         self._queue.popleft()
         self._finish(job)
 
     def _finish(self, job: _Job) -> None:
-        wrong = job.rpc.result()[0]
+        try:
+            wrong = job.rpc.result()[0]
+        except Exception as exc:  # recovery: the supervisor starts a new engine, with the weights of the model folder
+            _end_engine(f"weights job '{job.kind}' failed and left weights that cannot be trusted: {exc}")
         self._block.set(Word.LOAD_NS, int((time.monotonic() - job.since_s) * 1e9))
         if job.kind == "free":
             self.loaded, self.can_free = bool(wrong), not wrong
@@ -106,7 +111,7 @@ class WeightsKeeper:
         elif not wrong:
             self._core.set_weight_version(job.version)
             self._publish_version(job.version)
-            self._block.events.put(Writer.ROLLOUT, EventKind.WEIGHTS, self.number, job.version)
+            self._announce()
             self._on_new_version()
         self._block.set(Word.WEIGHTS_LOADED, int(self.loaded))
         job.answer.set_result(wrong)
@@ -114,6 +119,9 @@ class WeightsKeeper:
     def _publish_version(self, version: str) -> None:
         self._block.set_note(Note.WEIGHT_VERSION, version)
         self._block.add(Word.WEIGHT_VERSION)
+
+    def _announce(self) -> None:
+        self._block.events.put(Writer.ROLLOUT, EventKind.WEIGHTS, self.number, self._block.note(Note.WEIGHT_VERSION))
 
     # ---- prefix cache
 
@@ -133,6 +141,11 @@ class WeightsKeeper:
             request.cache_salt = current
             request.block_hashes.clear()
             request.update_block_hashes()
+
+
+def _end_engine(why: str) -> NoReturn:
+    logger.error("coserve: %s; ending this rollout engine", why)
+    os._exit(1)
 
 
 def salted(cache_salt: str | None, number: int) -> str:

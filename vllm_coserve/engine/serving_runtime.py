@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
 from vllm_coserve.api.context import Context
 from vllm_coserve.control.block import WHO_SERVING, ControlBlock
+from vllm_coserve.control.events import EventKind, Writer
 from vllm_coserve.control.gate import ServingGate
 from vllm_coserve.control.words import Bell, Word
 from vllm_coserve.engine.core_runtime import SIDE_ROLLOUT, SIDE_SERVING, CoreRuntime, logger
 from vllm_coserve.memory.host import PoolEraser
 from vllm_coserve.memory.ledger import Owner, ServingLedger
 from vllm_coserve.policy.admission import Grant, RolloutOffer, admit, idle_chunk_tokens
-from vllm_coserve.policy.memory import MemoryConfig, MemoryFacts, MemoryPolicy, urgent_reclaim_to
+from vllm_coserve.policy.memory import MemoryConfig, MemoryFacts, MemoryPolicy, serving_limit_pages, urgent_reclaim_to
 from vllm_coserve.policy.slack import PendingPrefill, ServingFacts, Slo, serving_slack
 
 _RECLAIM_WAIT_S = 0.1  # a serving allocation waits for pages at most so long, then vLLM's scheduler does without
@@ -41,12 +43,13 @@ class ServingRuntime(CoreRuntime):
         self.gate = ServingGate(block)
         ms = self.config.ttft_slo_ms, self.config.tpot_slo_ms
         self.slo = Slo(*(None if v is None else v / 1000 for v in ms))
-        self._memory_config = MemoryConfig(headroom_fraction=self.config.headroom)
+        self._memory_config = MemoryConfig(headroom_fraction=self.config.headroom, mode=self.config.memory)
         self._memory = MemoryPolicy(self._memory_config, block.pool_pages)
         self._last_token_s: dict[str, float] = {}
         self._release_wanted = 0  # cached pages that the policy wants back from serving
         self._reclaim_since_ns = 0  # when the reclaim that is under way was asked for
         self._reclaim_from = 0  # pages the rollout held then
+        self._reclaim_lock = threading.Lock()
         self._overlapped = False
         self._unheeded_ns = -1  # the rollout's heartbeat when it left a grant unused
 
@@ -194,8 +197,11 @@ class ServingRuntime(CoreRuntime):
 
     def acquire_pages(self, wanted: int, needed: int) -> list[int]:
         """See `block_pool.Pager`: free pages at once; for what is needed beyond, the rollout must give."""
+        room = serving_limit_pages(self.block.pool_pages, self._memory_config) - self.ledger.count(Owner.SERVING)
+        wanted, needed = min(wanted, room), min(needed, room)
         pages = self.ledger.take(max(wanted, needed), Owner.SERVING)
-        if len(pages) < needed and self.ledger.count(Owner.ROLLOUT):
+        preemptive = self._memory_config.mode == "preemptive"
+        if len(pages) < needed and preemptive and self.ledger.count(Owner.ROLLOUT):
             self._reclaim_now(needed - len(pages))
             pages += self.ledger.take(needed - len(pages), Owner.SERVING)
         if len(pages) < needed and self._pending:
@@ -253,6 +259,7 @@ class ServingRuntime(CoreRuntime):
         block.set(Word.BUDGET_PAGES, decision.budget_pages)
         if decision.cut:
             block.add(Word.CUTS)
+            block.events.put(Writer.SERVING, EventKind.CUT, decision.budget_pages)
             logger.info("coserve: emergency cut, rollout budget is now %d pages", decision.budget_pages)
         if decision.reclaim_to_pages < facts.rollout_pages and facts.rollout_alive:
             self._ask_back(decision.reclaim_to_pages, urgent=False)
@@ -290,11 +297,17 @@ class ServingRuntime(CoreRuntime):
         block.ring(Bell.ROLLOUT_CORE)
 
     def _note_reclaim_met(self) -> None:
-        block, since_ns = self.block, self._reclaim_since_ns
-        if since_ns and block.get(Word.RECLAIM_SEQ) == block.get(Word.RECLAIM_DONE_SEQ):
-            self._reclaim_since_ns = 0
+        block = self.block
+        with self._reclaim_lock:  # main and arbiter thread
+            since_ns = self._reclaim_since_ns
+            met = since_ns and block.get(Word.RECLAIM_SEQ) == block.get(Word.RECLAIM_DONE_SEQ)
+            if met:
+                self._reclaim_since_ns = 0
+        if met:
+            pages = max(0, self._reclaim_from - self.ledger.count(Owner.ROLLOUT))
             block.add(Word.RECLAIMS)
-            block.add(Word.RECLAIMED_PAGES, max(0, self._reclaim_from - self.ledger.count(Owner.ROLLOUT)))
+            block.add(Word.RECLAIMED_PAGES, pages)
+            block.events.put(Writer.SERVING, EventKind.RECLAIM, pages)
             block.record_reclaim(time.monotonic_ns() - since_ns)
 
     def _check_debt(self) -> None:

@@ -25,7 +25,7 @@ from vllm_coserve.engine.core_runtime import KIND_API, SIDE_ROLLOUT, SIDE_SERVIN
 logger = logging.getLogger("vllm.coserve")
 
 _BACKOFF_FIRST_S, _BACKOFF_MAX_S = 1.0, 30.0
-_HEALTHY_AFTER_S = 60.0  # a sidecar that lived so long starts with the first back-off again
+_HEALTHY_AFTER_S = 5.0  # a sidecar that was up for so long starts with the first back-off again
 _STOP_GRACE_S = 5.0
 _END_TRIES, _END_RETRY_S = 4, 4.0
 EXIT_CONFIGURATION = 2
@@ -66,14 +66,13 @@ class Supervisor:
         backoff_s = _BACKOFF_FIRST_S
         try:
             while not self._stopping.is_set():
-                started_s = time.monotonic()
-                was_ready = self._run_once()
+                up_s = self._run_once()
                 if self._stopping.is_set():
                     break
-                if not was_ready and self._block.get(Word.GENERATION) == 1:
+                if up_s is None and self._block.get(Word.GENERATION) == 1:
                     self._refuse_start()
                     break
-                if time.monotonic() - started_s > _HEALTHY_AFTER_S:
+                if up_s is not None and up_s > _HEALTHY_AFTER_S:
                     backoff_s = _BACKOFF_FIRST_S
                 logger.warning("coserve: the rollout engine ended, starting it again in %.0f s", backoff_s)
                 self._stopping.wait(backoff_s)
@@ -81,8 +80,8 @@ class Supervisor:
         finally:
             self._end_group()
 
-    def _run_once(self) -> bool:
-        """One life of the sidecar; returns whether it ever became ready."""
+    def _run_once(self) -> float | None:
+        """One life of the sidecar; returns how long it was up, None when it never came up."""
         block = self._block
         generation = block.add(Word.GENERATION)
         self._forget_signs_of_life()
@@ -90,10 +89,12 @@ class Supervisor:
         # While users are served, a rollout engine that starts again loads its model in what nobody else wants.
         nice = generation > 1 and _may_raise_priority() and _renice(self._process.pid, _BACKGROUND_NICE)
         logger.info("coserve: rollout engine %d starts, process %d", generation, self._process.pid)
-        ready = False
+        ready_s = None
         while self._process.poll() is None and not self._stopping.is_set():
             seen = block.bell(Bell.SUPERVISOR)
-            ready = ready or bool(block.get(Word.ROLLOUT_READY))
+            if ready_s is None and block.get(Word.ROLLOUT_READY):
+                ready_s = time.monotonic()
+            ready = ready_s is not None
             if block.get(Word.KILL_GENERATION) == generation or self._lost_a_process(ready):
                 break
             if not ready and time.monotonic() - spawned_s > _START_BOUND_S:
@@ -106,14 +107,15 @@ class Supervisor:
                 _renice(self._process.pid, 0)
                 nice = False
             block.wait(Bell.SUPERVISOR, seen, _POLL_S)
+        up_s = None if ready_s is None else time.monotonic() - ready_s
         if self._stopping.is_set():
-            return ready
+            return up_s
         self._kill_group()
         block.set(Word.GENERATION_DEAD, generation)
         block.events.put(Writer.SUPERVISOR, EventKind.RESTART, generation + 1)
         block.ring(Bell.ARBITER)
         self._await_cleared(generation)
-        return ready
+        return up_s
 
     def _forget_signs_of_life(self) -> None:
         for word in (Word.ROLLOUT_ALIVE_NS, Word.ROLLOUT_API_ALIVE_NS, Word.ROLLOUT_HEARTBEAT_NS):

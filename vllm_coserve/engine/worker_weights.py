@@ -1,7 +1,6 @@
 """The rollout worker's weights: freed while deactivated, loaded again, or replaced by another checkpoint's.
 
-Functions of this module run in the rollout worker, between two steps (`collective_rpc`). None of them raises for what
-a user can cause; they answer with a text that says what is wrong.
+Functions of this module run in the rollout worker, between two steps (`collective_rpc`).
 """
 
 from __future__ import annotations
@@ -22,11 +21,14 @@ from vllm_coserve.control.words import Bell, Word
 
 _FREED_FROM_BYTES = 64 << 10  # smaller parameters stay: some of them (scales) are in no checkpoint
 _SCHED_IDLE = getattr(os, "SCHED_IDLE", 5)
+_SHAPES: dict[str, list[int]] = {}  # tensors of the first checkpoint; later ones must have the same
 _SIZES = "coserve_weight_bytes"  # attribute of the model while its weights are freed
 
 
 def run_job(worker: Any, number: int, kind: str, path: str) -> str:
     """Do one job on the worker's weights; returns "" or what went wrong, in which case the old weights are in use.
+
+    It raises when the weights can no longer be trusted: the rollout engine must end then.
 
     Args:
         worker: vLLM's worker.
@@ -119,7 +121,7 @@ def _restore(worker: Any) -> str:
 
 def _load(worker: Any, path: str) -> str:
     before = worker.vllm_config.model_config.model
-    if wrong := difference(read_shapes(Path(before)), Path(path)):
+    if wrong := difference(_known_shapes(before), Path(path)):
         return wrong
     try:
         worker.reload_weights(weights_path=path)
@@ -127,6 +129,18 @@ def _load(worker: Any, path: str) -> str:
         worker.reload_weights(weights_path=before)
         return f"{path} could not be loaded ({type(exc).__name__}: {exc}); the old weights are in use"
     return ""
+
+
+def _known_shapes(model: str) -> dict[str, list[int]]:
+    """Tensors of the checkpoint that was loaded first; it is still whole when it is first replaced."""
+    if not _SHAPES:
+        from huggingface_hub import snapshot_download
+
+        folder = Path(model)
+        _SHAPES.update(
+            read_shapes(folder if folder.is_dir() else Path(snapshot_download(model, local_files_only=True)))
+        )
+    return _SHAPES
 
 
 def difference(known: dict[str, list[int]], path: Path) -> str:

@@ -6,6 +6,8 @@ import math
 from collections import deque
 from dataclasses import dataclass
 
+from vllm_coserve.api.config import MemoryMode
+
 
 @dataclass(frozen=True, slots=True)
 class MemoryConfig:
@@ -17,6 +19,7 @@ class MemoryConfig:
     usage_window_s: float = 30.0
     reclaim_batch_pages: int = 8
     budget_interval_s: float = 5.0
+    mode: MemoryMode = "preemptive"
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +56,11 @@ def headroom_pages(pool_pages: int, config: MemoryConfig) -> int:
     return math.ceil(config.headroom_fraction * pool_pages)
 
 
+def serving_limit_pages(pool_pages: int, config: MemoryConfig) -> int:
+    """Most pages that serving may hold."""
+    return pool_pages - pool_pages // 2 if config.mode == "static" else pool_pages
+
+
 def urgent_reclaim_to(facts: MemoryFacts, needed_pages: int, config: MemoryConfig) -> int:
     """What the rollout must come down to when a serving allocation lacks pages right now: the need and a batch more."""
     short = needed_pages - facts.free_pages
@@ -77,14 +85,21 @@ class MemoryPolicy:
         """One decision; call it often."""
         self._note_usage(facts)
         self._renew_budget(facts)
+        if self._config.mode == "static":
+            return self._halve(facts)
         if not (facts.rollout_alive and facts.rollout_active):
             return MemoryDecision(self._budget, 0, 0, self._for_headroom(facts), False, False, "inactive")
         burst_below = (1 - self._config.high_watermark) * self._headroom
         used_up = self._pool - facts.serving_used_pages - facts.rollout_pages < self._headroom
         pressure = facts.rollout_pages > 0 and facts.free_pages < burst_below and used_up
-        if pressure:
+        if pressure and self._config.mode == "preemptive":
             return self._relieve(facts)
         return self._share(facts)
+
+    def _halve(self, facts: MemoryFacts) -> MemoryDecision:
+        half, lends = self._pool // 2, facts.rollout_alive and facts.rollout_active
+        grant = min(facts.rollout_wanted_pages, half - facts.rollout_pages, facts.free_pages) if lends else 0
+        return MemoryDecision(half, max(0, grant), facts.rollout_pages if lends else 0, 0, False, False, "static")
 
     def _relieve(self, facts: MemoryFacts) -> MemoryDecision:
         cut = facts.now_s >= self._frozen_until_s
@@ -100,7 +115,7 @@ class MemoryPolicy:
 
     def _share(self, facts: MemoryFacts) -> MemoryDecision:
         held = facts.rollout_pages
-        if held > self._budget and facts.free_pages < self._headroom:
+        if held > self._budget and facts.free_pages < self._headroom and self._config.mode == "preemptive":
             batch = max(held - self._budget, min(held, self._config.reclaim_batch_pages))
             return MemoryDecision(self._budget, 0, held - batch, self._for_headroom(facts), False, False, "over budget")
         room = min(self._budget - held, facts.rollout_wanted_pages)
