@@ -70,7 +70,7 @@ class Demo:
             with running_pair(argv, *self._ports, o.out / log, self.say) as pair:
                 for name, with_serving, with_rollout in plan:
                     seconds = o.seconds if with_serving else o.rollout_alone_seconds
-                    asyncio.run(_warm_up(pair.serving_url, pair.rollout_url))
+                    asyncio.run(warm_up(pair.serving_url, pair.rollout_url))
                     self.say(f"phase: {name}", final=True)
                     results[name] = asyncio.run(
                         run_phase(name, pair, load, arrivals if with_serving else None, with_rollout, seconds, self.say)
@@ -87,7 +87,7 @@ class Demo:
             "arrivals": self._arrival_facts(arrivals, stretch),
             "command": " ".join(["python -m vllm_coserve.demo", *sys.argv[1:]]),
             "serve_flags": [str(f) for f in flags] + slo_flags,
-            "machine": f"{platform.platform()}, {os.cpu_count()} cores, {_cpu_name()}",
+            "machine": f"{platform.platform()}, {os.cpu_count()} cores, {cpu_name()}",
             "seconds_total": time.monotonic() - began,
         }
         report = build_report(slo, results, versions(), facts)
@@ -137,7 +137,8 @@ class Demo:
             print(text, flush=True)
 
 
-async def _warm_up(serving_url: str, rollout_url: str) -> None:
+async def warm_up(serving_url: str, rollout_url: str) -> None:
+    """A few requests of several lengths on both engines."""
     import aiohttp
 
     from vllm_coserve.demo.load import Served, stream_one
@@ -181,7 +182,8 @@ def versions() -> dict[str, str]:
     return out
 
 
-def _cpu_name() -> str:
+def cpu_name() -> str:
+    """The processor's name."""
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith("model name"):
             return line.split(":", 1)[1].strip()

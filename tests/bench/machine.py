@@ -1,0 +1,63 @@
+"""A pair under load for benchmarks: the demo's models, one device core, arrivals of the Azure trace."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from vllm_coserve.control.block import ControlBlock
+from vllm_coserve.demo.arrivals import Arrival, Scale, bursty, from_azure_csv
+from vllm_coserve.demo.models import ROLLOUT_SPEC, SERVING_SPEC, ensure_model
+from vllm_coserve.demo.run import free_port
+from vllm_coserve.demo.servers import Pair, running_pair
+
+OUT = Path("out") / "bench"
+_COMMON = "--enforce-eager --max-model-len 1024 --max-num-seqs 48 --block-size 32 --disable-uvicorn-access-log"
+_ROLLOUT = f"{_COMMON} --served-model-name rollout --stream-interval 4 --max-num-batched-tokens 1024"
+
+
+def arrivals(trace: Path | None, seconds: float, rate_per_s: float, seed: int = 0) -> list[Arrival]:
+    """Serving requests of a trace in the Azure CSV format, or of the bursty generator where there is none."""
+    if trace is None:
+        return bursty(seconds, rate_per_s, seed)
+    return from_azure_csv(trace, seconds, rate_per_s, Scale())[0]
+
+
+@contextlib.contextmanager
+def start(flags: list[str], log: str, pool_gib: float, rollout_args: str = "") -> Iterator[Pair]:
+    """A pair of the demo's models with further flags, pinned as in the demo; it ends with the block."""
+    serving, rollout = (ensure_model(s, Path("out") / "models") for s in (SERVING_SPEC, ROLLOUT_SPEC))
+    OUT.mkdir(parents=True, exist_ok=True)
+    port, rollout_port = free_port(), free_port()
+    argv = [
+        str(serving),
+        *_COMMON.split(),
+        "--served-model-name=serving",
+        "--max-num-batched-tokens=1024",
+        "--host=127.0.0.1",
+        f"--port={port}",
+        f"--coserve-rollout={rollout}",
+        f"--coserve-rollout-port={rollout_port}",
+        f"--coserve-rollout-args={_ROLLOUT} {rollout_args}",
+        f"--coserve-pool-gib={pool_gib}",
+        "--coserve-chunk-tokens=256",
+        *flags,
+    ]
+    with running_pair(argv, port, rollout_port, OUT / log, lambda text: None) as pair:
+        yield pair
+
+
+def control_block(pair: Pair) -> ControlBlock:
+    """The shared memory of a running pair, to see what no API says as fast."""
+    folder = Path(f"/proc/{pair.process.pid}/fd")
+    for entry in folder.iterdir():
+        with contextlib.suppress(OSError):
+            if "coserve-control" in os.readlink(entry):
+                fd = os.open(entry, os.O_RDWR)
+                try:
+                    return ControlBlock.attach(fd)
+                finally:
+                    os.close(fd)
+    raise RuntimeError(f"process {pair.process.pid} has no control block open")
