@@ -2,7 +2,7 @@
 
     python -m tests.bench.coserve --trace azure-llm-2023-conv.csv [--seconds 60] [--rows dual,static,...]
 
-SLO: `--slo-factor` x P99 of serving alone at density 1. Rollouts are agents of several turns (see tests/bench/turns.py).
+SLO: `--slo-factor` x P99 of serving alone at density 1. Rollouts are agents of several turns (tests/bench/turns.py).
 harvest_efficiency = rollout tokens/s beside serving / (tokens/s alone x share of the device that serving alone leaves
 idle at that density).
 """
