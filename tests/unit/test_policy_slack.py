@@ -8,14 +8,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_coserve.policy.latency import Coefficients, LatencyModel, StepShape
-from vllm_coserve.policy.slack import PendingPrefill, ServingFacts, Slo, serving_slack
+from vllm_coserve.policy.slack import Decoding, PendingPrefill, ServingFacts, Slo, serving_slack
 
 _MODEL = LatencyModel(Coefficients(1e-3, 1e-4, 2e-8, 1e-3, 5e-8))
 _CHUNK = 512
 
 
 def _facts(prefills=(), decodes=0, last=None, now=10.0):
-    return ServingFacts(now, tuple(prefills), last, decodes, decodes * 100)
+    tokens = () if last is None else (Decoding(last, last, 1),)
+    return ServingFacts(now, tuple(prefills), tokens, decodes, decodes * 100)
 
 
 def _slack(facts, ttft_s=0.5, tpot_s=0.05, policy="dual", role="collocated", chunk=_CHUNK, **kw):
@@ -79,6 +80,40 @@ def test_only_what_fits_beside_the_decodes_delays_the_next_token():
 
 def test_the_oldest_token_binds():
     assert _slack(_facts(decodes=2, last=9.97)).seconds < _slack(_facts(decodes=2, last=9.99)).seconds
+
+
+def _mean_slack(*decodes, now=10.0, tpot_s=0.05):
+    return _slack(ServingFacts(now, (), decodes, len(decodes), 100), tpot_s=tpot_s, policy="tpot").seconds
+
+
+def test_a_request_that_was_held_up_is_caught_up_with():
+    fresh, even, late = Decoding(10.0, 10.0, 1), Decoding(9.0, 9.99, 24), Decoding(9.0, 10.0, 11)
+    assert _mean_slack(late) < 0 < _mean_slack(fresh)
+    assert _mean_slack(fresh, late) == pytest.approx(_mean_slack(late), abs=2e-3)
+    assert _mean_slack(even) < _mean_slack(fresh)
+
+
+def test_short_gaps_are_saved_up_but_no_user_waits_for_more_than_two():
+    quick = [Decoding(9.9, 10.0, n) for n in (3, 10, 1000)]
+    slacks = [_mean_slack(d) for d in quick]
+    assert slacks == sorted(slacks)
+    assert slacks[1] == slacks[2] <= 2 * 0.05
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.floats(0.0, 0.2), min_size=1, max_size=40), st.floats(0.01, 0.2))
+def test_whoever_waits_for_the_slack_keeps_the_mean(held_up_s, tpot_s):
+    """Gaps as long as the slack allows, with hold-ups in between: the mean is within the budget once they are paid."""
+    step_s = _MODEL.predict_s(StepShape(0, 0, 1, 100))
+    first = now = 100.0
+    last, tokens = now, 1
+    for held_s in [*held_up_s, *[0.0] * 400]:
+        slack = _mean_slack(Decoding(first, last, tokens), now=now, tpot_s=tpot_s)
+        assert slack <= 2 * tpot_s
+        now += max(0.0, slack) + step_s + held_s
+        last, tokens = now, tokens + 1
+    if tpot_s > 3 * step_s and sum(held_up_s) < 0.5 * 0.15 * (tpot_s - step_s) * 400:
+        assert (last - first) / (tokens - 1) <= tpot_s
 
 
 def test_the_smaller_of_both_binds():

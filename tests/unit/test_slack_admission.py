@@ -6,14 +6,15 @@ import pytest
 
 from vllm_coserve.policy.admission import Denial, Grant, RolloutOffer, admit, guard_s, idle_chunk_tokens
 from vllm_coserve.policy.latency import Coefficients, LatencyModel
-from vllm_coserve.policy.slack import PendingPrefill, ServingFacts, Slo, serving_slack
+from vllm_coserve.policy.slack import Decoding, PendingPrefill, ServingFacts, Slo, serving_slack
 
 _MODEL = LatencyModel(Coefficients(1e-3, 1e-4, 0.0, 1e-3, 0.0))
 _SLO = Slo(0.5, 0.05)
 
 
 def _facts(prefills=(), decodes=0, last=None, now=10.0):
-    return ServingFacts(now, tuple(prefills), last, decodes, decodes * 100)
+    tokens = () if last is None else (Decoding(last, last, 1),)
+    return ServingFacts(now, tuple(prefills), tokens, decodes, decodes * 100)
 
 
 def _slack(facts, slo=_SLO, policy="dual", role="collocated", **kw):

@@ -17,7 +17,7 @@ from vllm_coserve.memory.host import PoolEraser
 from vllm_coserve.memory.ledger import Owner, ServingLedger
 from vllm_coserve.policy.admission import Grant, RolloutOffer, admit, idle_chunk_tokens
 from vllm_coserve.policy.memory import MemoryConfig, MemoryFacts, MemoryPolicy, serving_limit_pages, urgent_reclaim_to
-from vllm_coserve.policy.slack import PendingPrefill, ServingFacts, Slo, serving_slack
+from vllm_coserve.policy.slack import Decoding, PendingPrefill, ServingFacts, Slo, serving_slack
 
 _RECLAIM_WAIT_S = 0.1  # a serving allocation waits for pages at most so long, then vLLM's scheduler does without
 _DEBT_KILL_S = 1.0  # a rollout engine that owes pages for so long is killed; its pages follow within milliseconds
@@ -45,7 +45,7 @@ class ServingRuntime(CoreRuntime):
         self.slo = Slo(*(None if v is None else v / 1000 for v in ms))
         self._memory_config = MemoryConfig(headroom_fraction=self.config.headroom, mode=self.config.memory)
         self._memory = MemoryPolicy(self._memory_config, block.pool_pages)
-        self._last_token_s: dict[str, float] = {}
+        self._decoding: dict[str, Decoding] = {}
         self._release_wanted = 0  # cached pages that the policy wants back from serving
         self._reclaim_since_ns = 0  # when the reclaim that is under way was asked for
         self._reclaim_from = 0  # pages the rollout held then
@@ -136,23 +136,21 @@ class ServingRuntime(CoreRuntime):
     def _serving_facts(self) -> ServingFacts:
         now_s, to_monotonic = time.monotonic(), time.monotonic() - time.time()
         prefills: list[PendingPrefill] = []
-        decodes = context = 0
-        oldest: float | None = None
+        decodes: list[Decoding] = []
+        context = 0
         for request in self.scheduler.running:
             left = request.num_prompt_tokens - request.num_computed_tokens
             if left > 0:
                 prefills.append(PendingPrefill(request.arrival_time + to_monotonic, left, request.num_computed_tokens))
                 continue
-            decodes += 1
             context += request.num_computed_tokens
-            last = self._last_token_s.get(request.request_id, now_s)
-            oldest = last if oldest is None or last < oldest else oldest
+            decodes.append(self._decoding.get(request.request_id) or Decoding(now_s, now_s, 1))
         for request in self.scheduler.waiting:
             if len(prefills) >= _MAX_PREFILLS_SEEN:
                 break
             left = request.num_tokens - request.num_computed_tokens
             prefills.append(PendingPrefill(request.arrival_time + to_monotonic, left, request.num_computed_tokens))
-        return ServingFacts(now_s, tuple(prefills), oldest, decodes, context)
+        return ServingFacts(now_s, tuple(prefills), tuple(decodes), len(decodes), context)
 
     def after_schedule(self, scheduler_output: Any) -> None:
         super().after_schedule(scheduler_output)
@@ -167,13 +165,16 @@ class ServingRuntime(CoreRuntime):
             self.block.add(Word.SERVING_STEPS)
             self.block.add(Word.SERVING_BUSY_NS, end_ns - start_ns)
         now_s = end_ns / 1e9
-        last, requests = self._last_token_s, self.scheduler.requests
+        decoding, requests = self._decoding, self.scheduler.requests
         for req_id in scheduler_output.num_scheduled_tokens:
             request = requests.get(req_id)
             if request is not None and request.num_computed_tokens >= request.num_prompt_tokens:
-                last[req_id] = now_s
+                before = decoding.get(req_id)
+                decoding[req_id] = (
+                    Decoding(before.first_s, now_s, before.tokens + 1) if before else Decoding(now_s, now_s, 1)
+                )
         for req_id in scheduler_output.finished_req_ids:
-            last.pop(req_id, None)
+            decoding.pop(req_id, None)
 
     # ---- memory, main thread
 

@@ -7,6 +7,8 @@ import fcntl
 import logging
 import os
 import threading
+import time
+from collections.abc import Callable
 from typing import Any
 
 from vllm_coserve.api.context import Context
@@ -19,6 +21,27 @@ from vllm_coserve.memory.mapper import TableMapper
 logger = logging.getLogger("vllm.coserve")
 
 _SLEEP_S = 0.5
+_TRIES, _PAUSE_FIRST_S, _PAUSE_MAX_S = 20, 0.001, 0.064  # 0.9 s in all: a rollout that owes pages is killed after 1 s
+
+
+def with_retries(
+    fn: Callable[[], None], on_fault: Callable[[OSError], None], sleep: Callable[[float], object] = time.sleep
+) -> None:
+    """Call `fn` until it raises no OSError, with growing pauses; `on_fault` hears of each.
+
+    Raises:
+        OSError: the last of `_TRIES` in a row.
+    """
+    pause_s = _PAUSE_FIRST_S
+    for left in reversed(range(_TRIES)):
+        try:
+            return fn()
+        except OSError as exc:
+            on_fault(exc)
+            if not left:
+                raise
+        sleep(pause_s)
+        pause_s = min(2 * pause_s, _PAUSE_MAX_S)
 
 
 class WorkerRuntime:
@@ -26,6 +49,9 @@ class WorkerRuntime:
 
     A mapper thread applies changes as they come, so that pages are given back without waiting for a step; `sync`
     applies them before a step. Both work under one lock.
+
+    Attributes:
+        faults: driver calls that failed; all but the last of a series were made good by a retry.
     """
 
     def __init__(self, context: Context, block: ControlBlock) -> None:
@@ -39,6 +65,7 @@ class WorkerRuntime:
         self._lock = threading.Lock()
         self._mapper: TableMapper | None = None
         self._members_fd = -1
+        self.faults = 0
 
     def kv_tensor(self, nbytes: int) -> Any:
         """int8[nbytes] over the reserved range; nothing is mapped yet.
@@ -63,9 +90,20 @@ class WorkerRuntime:
         return torch.frombuffer((ctypes.c_int8 * nbytes).from_address(driver.address), dtype=torch.int8)
 
     def sync(self) -> None:
-        """Have everything mapped that the engine core has written so far."""
-        if self._mapper is not None and self._block.get(self._version) != self._block.get(self._applied):
-            self._apply()
+        """Have everything mapped that the engine core has written so far; ends this process when that cannot be had."""
+        if self._mapper is None or self._block.get(self._version) == self._block.get(self._applied):
+            return
+        try:
+            with_retries(self._apply, self._note_fault)
+        except OSError:
+            # A half-mapped range would compute on the wrong pages: end this engine, the other goes on.
+            logger.exception("coserve: mapping pages failed %d times, ending this worker", self.faults)
+            os._exit(1)
+
+    def _note_fault(self, error: OSError) -> None:
+        self.faults += 1
+        if self.faults == 1:
+            logger.warning("coserve: mapping pages failed, trying again (said once): %s", error)
 
     def _apply(self) -> None:
         assert self._mapper is not None
@@ -78,12 +116,7 @@ class WorkerRuntime:
     def _follow(self) -> None:
         while True:
             seen = self._block.bell(self._bell)
-            try:
-                self.sync()
-            except OSError:
-                # A half-mapped range would compute on the wrong pages: end this engine, the other goes on.
-                logger.exception("coserve: mapping pages failed, ending this worker")
-                os._exit(1)
+            self.sync()
             self._block.wait(self._bell, seen, _SLEEP_S)
 
 

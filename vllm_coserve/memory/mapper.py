@@ -6,6 +6,8 @@ import numpy as np
 
 from vllm_coserve.memory.driver import PageDriver
 
+_UNKNOWN = -2  # no state a table asks for, so the next `apply` sets the slot whatever is wanted by then
+
 
 def table_difference(have: np.ndarray, want: np.ndarray) -> tuple[list[tuple[int, int]], list[tuple[int, int, int]]]:
     """What must change to get from table `have` to `want` (int32[slots], page or -1).
@@ -39,13 +41,19 @@ class TableMapper:
         self._have = np.full(driver.num_slots, -1, dtype=np.int32)
 
     def apply(self) -> int:
-        """Map and unmap what differs; returns how many slots changed."""
+        """Map and unmap what differs; returns how many slots changed.
+
+        A failed driver call may have done part of its run. Its slots are unknown until a later `apply` sets them anew,
+        so the driver must take slots out that are not mapped, and put pages where some are.
+        """
         want = self._table.copy()  # one look: the core may write on while the runs are applied
         unmap, put = table_difference(self._have, want)
         for slot, count in unmap:
+            self._have[slot : slot + count] = _UNKNOWN
             self._driver.unmap_run(slot, count)
             self._have[slot : slot + count] = -1
         for slot, page, count in put:
+            self._have[slot : slot + count] = _UNKNOWN
             self._driver.map_run(slot, page, count)
             self._have[slot : slot + count] = want[slot : slot + count]
         return sum(c for _, c in unmap) + sum(c for *_, c in put)

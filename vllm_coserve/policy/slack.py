@@ -8,6 +8,8 @@ from typing import Literal
 
 from vllm_coserve.policy.latency import LatencyModel, StepShape
 
+_LONGEST_GAP = 2.0  # gaps that a request may wait for one token, however short those before were
+
 
 @dataclass(frozen=True, slots=True)
 class Slo:
@@ -27,12 +29,21 @@ class PendingPrefill:
 
 
 @dataclass(frozen=True, slots=True)
+class Decoding:
+    """A request between its first and its last token: times of its first and latest token, and tokens so far."""
+
+    first_s: float
+    last_s: float
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class ServingFacts:
     """The serving engine between two steps. Times are on one monotonic clock."""
 
     now_s: float
     prefills: tuple[PendingPrefill, ...]  # in the order in which they will run
-    decode_last_s: float | None  # oldest time of the latest token among decoding requests
+    decodes: tuple[Decoding, ...]  # as far as known; a request without a token yet is not among them
     decode_requests: int
     decode_context_tokens: int
 
@@ -99,9 +110,12 @@ def _ttft_slack(facts: ServingFacts, slo: Slo, model: LatencyModel, chunk_tokens
 
 
 def _tpot_slack(facts: ServingFacts, slo: Slo, model: LatencyModel, chunk_tokens: int, spend: float) -> Slack:
-    """Equation 2, with the share `spend` of what the budget leaves beside the step itself.
+    """Equation 2 over each request's mean time between tokens, which is what TPOT means to its user.
 
-    The step that gives the next tokens also computes the prefill chunk that is scheduled with them.
+    A gap may be as long as the step itself and the share `spend` of what the budget leaves beside it. A request whose
+    gaps were longer so far (prefills of others came between) is caught up with: it lends nothing until its mean is back
+    within that. One whose gaps were shorter may wait longer, up to two such gaps at a time. The step that gives the
+    next tokens also computes the prefill chunk that is scheduled with them.
     """
     if slo.tpot_s is None:
         return Slack(-math.inf, "no_slo")
@@ -113,5 +127,9 @@ def _tpot_slack(facts: ServingFacts, slo: Slo, model: LatencyModel, chunk_tokens
         tokens += n
         pairs += n * p.context_tokens + n * n // 2
     step_s = model.predict_s(StepShape(tokens, pairs, facts.decode_requests, facts.decode_context_tokens))
-    last_s = facts.now_s if facts.decode_last_s is None else facts.decode_last_s
-    return Slack(last_s + spend * max(0.0, slo.tpot_s - step_s) - facts.now_s, "tpot")
+    gap_s = step_s + spend * max(0.0, slo.tpot_s - step_s)
+    due_s = min(
+        (min(d.first_s + d.tokens * gap_s, d.last_s + _LONGEST_GAP * gap_s) for d in facts.decodes),
+        default=facts.now_s + gap_s,
+    )
+    return Slack(due_s - step_s - facts.now_s, "tpot")
