@@ -28,7 +28,7 @@ setup(
         "cuda": ["vllm==0.32.0", "cuda-python"],
         "rl": ["ray", "mooncake-transfer-engine"],
         "demo": ["aiohttp", "matplotlib"],
-        "dev": ["pytest", "pytest-timeout", "hypothesis", "ruff", "import-linter", "matplotlib", "httpx"],
+        "dev": ["pytest", "pytest-timeout", "hypothesis", "schemathesis", "ruff", "import-linter", "httpx"],
     },
     entry_points={
         "vllm.general_plugins": ["coserve = vllm_coserve.engine.plugin:register"],

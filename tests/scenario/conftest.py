@@ -22,7 +22,7 @@ def models() -> tuple[Path, Path]:
     return ensure_model(SERVING_SPEC, _MODELS), ensure_model(ROLLOUT_SPEC, _MODELS)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def pair(models: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningPair]:
     """A pair with a small pool (32 pages), so that bursts run out of free pages."""
     log = tmp_path_factory.mktemp("pair") / "pair.log"

@@ -67,7 +67,9 @@ def bearer() -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def start_pair(models: tuple[Path, Path], log: Path, flags: Sequence[str]) -> Iterator[RunningPair]:
+def start_pair(
+    models: tuple[Path, Path], log: Path, flags: Sequence[str], rollout_args: str = ""
+) -> Iterator[RunningPair]:
     """A pair of the demo's models on free ports."""
     port, rollout_port = free_port(), free_port()
     argv = [
@@ -78,7 +80,7 @@ def start_pair(models: tuple[Path, Path], log: Path, flags: Sequence[str]) -> It
         f"--port={port}",
         f"--coserve-rollout={models[1]}",
         f"--coserve-rollout-port={rollout_port}",
-        f"--coserve-rollout-args={COMMON} --served-model-name rollout",
+        f"--coserve-rollout-args={COMMON} --served-model-name rollout {rollout_args}",
         *flags,
     ]
     with running_pair(argv, port, rollout_port, log, lambda text: None) as pair:

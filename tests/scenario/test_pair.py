@@ -92,9 +92,17 @@ def test_sigkill_of_the_sidecar_under_load(pair: RunningPair, victim: str) -> No
         load.stop()
 
 
-def test_sigterm_leaves_nothing(models: tuple[Path, Path], tmp_path: Path) -> None:
+def test_a_request_larger_than_the_budget_and_sigterm(models: tuple[Path, Path], tmp_path: Path) -> None:
     before = shared_memory()
-    with start_pair(models, tmp_path / "pair.log", ["--coserve-pool-gib=0.0625", "--api-key=sesame"]) as running:
+    flags = ["--coserve-pool-gib=0.0625", "--coserve-headroom=0.75", "--api-key=sesame"]
+    with start_pair(models, tmp_path / "pair.log", flags, "--max-model-len 4096") as running:
+        budget = running.coserve("GET", "status")["pages"]["budget"]
+        assert 0 < budget < 9, "4,096 tokens of 4 KiB need nine pages at most"
+        for prompt_tokens, output_tokens, stream in ((4000, 8, False), (16, 4000, False), (4000, 8, True)):
+            with pytest.raises(requests.HTTPError, match="413") as refused:
+                running.complete(True, prompt(4, prompt_tokens), output_tokens, stream=stream)
+            assert f"the rollout budget is {budget} pages" in refused.value.response.json()["error"]["message"]
+        assert running.complete(True, prompt(4, 500), 8)["finish_reason"] == "length"
         group = running.pair.process.pid
         members = {group} | {running.pid(r, t) for r in (True, False) for t in ("EngineCore", "Worker")}
         assert running.complete(False, prompt(3, 16), 8)["finish_reason"] == "length"

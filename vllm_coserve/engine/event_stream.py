@@ -24,8 +24,11 @@ def parse_cursor(text: str, parts: int) -> tuple[int, ...]:
     return tuple(int(n) for n in numbers)
 
 
-async def stream(block: ControlBlock, cursor: tuple[int, ...]) -> AsyncIterator[str]:
-    """Events behind `cursor`, then each new one as it comes; a comment now and then shows that the stream lives."""
+async def stream(block: ControlBlock, cursor: tuple[int, ...], follow: bool = True) -> AsyncIterator[str]:
+    """Events behind `cursor`, then each new one as it comes; a comment now and then shows that the stream lives.
+
+    Without `follow` it ends after the events that there are.
+    """
     position, quiet_s = list(cursor), 0.0
     yield f": coserve events behind {'.'.join(map(str, cursor))}\n\n"
     while True:
@@ -40,6 +43,8 @@ async def stream(block: ControlBlock, cursor: tuple[int, ...]) -> AsyncIterator[
                 text=event.text,
             )
             yield f"id: {record.id}\nevent: {record.kind}\ndata: {record.model_dump_json()}\n\n"
+        if not follow:
+            return
         quiet_s = 0.0 if events else quiet_s + _POLL_S
         if quiet_s >= _KEEP_ALIVE_S:
             quiet_s = 0.0

@@ -82,10 +82,10 @@ def installed_block() -> ControlBlock:
 
 
 def _install_api(process: _Process) -> None:
-    # METRICS
+    from vllm_coserve.engine.metrics import install_metrics
     from vllm_coserve.engine.request_size import refuse_larger_than_budget
 
-    # METRICS2
+    install_metrics(process.context, process.block)
     if process.side == SIDE_ROLLOUT:
         for key in (k for k in SEAMS if k.startswith("max_tokens_")):
             patch(key, lambda original: refuse_larger_than_budget(original, process.block))

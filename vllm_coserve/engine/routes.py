@@ -126,16 +126,21 @@ def make_router(context: Context, block: ControlBlock, token_digests: list[bytes
         return await _change(context, block, active=False)
 
     @router.get("/events", response_class=StreamingResponse, responses=_EVENT_ANSWERS)
-    async def events(last_event_id: Annotated[str | None, Header(max_length=128)] = None) -> StreamingResponse:
-        """What happens, as server-sent events; with Last-Event-ID also what happened behind that event."""
-        cursor = block.events.last()
+    async def events(
+        last_event_id: Annotated[str | None, Header(max_length=128)] = None, follow: bool = True
+    ) -> StreamingResponse:
+        """What happens, as server-sent events; with Last-Event-ID also what happened behind that event.
+
+        With `follow=false` the answer ends after the events that there are, all that are kept where no id is given.
+        """
+        cursor = block.events.last() if follow else (0,) * len(block.events.last())
         if last_event_id:
             try:
                 cursor = parse_cursor(last_event_id, len(cursor))
             except ValueError as exc:
                 raise HTTPException(400, str(exc)) from None
         headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
-        return StreamingResponse(stream(block, cursor), media_type="text/event-stream", headers=headers)
+        return StreamingResponse(stream(block, cursor, follow), media_type="text/event-stream", headers=headers)
 
     @router.post("/register", responses=_HELD)
     def register(body: RegisterRequest) -> Holder:
