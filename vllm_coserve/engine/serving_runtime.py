@@ -16,6 +16,7 @@ from vllm_coserve.engine.core_runtime import SIDE_ROLLOUT, SIDE_SERVING, CoreRun
 from vllm_coserve.memory.host import PoolEraser
 from vllm_coserve.memory.ledger import Owner, ServingLedger
 from vllm_coserve.policy.admission import Grant, RolloutOffer, admit, idle_chunk_tokens
+from vllm_coserve.policy.feedback import SpendController
 from vllm_coserve.policy.memory import MemoryConfig, MemoryFacts, MemoryPolicy, serving_limit_pages, urgent_reclaim_to
 from vllm_coserve.policy.slack import Decoding, PendingPrefill, ServingFacts, Slo, serving_slack
 
@@ -24,6 +25,8 @@ _DEBT_KILL_S = 1.0  # a rollout engine that owes pages for so long is killed; it
 _TICK_S = 0.02
 _CLEAN_PER_TICK = 16
 _MAX_PREFILLS_SEEN = 64
+_TPOT_SPEND_MAX, _TPOT_SPEND_MIN = 0.75, 0.2
+_TPOT_MET_SHARE = 0.95  # of the SLO, seen here: users also wait for detokenising and HTTP
 
 
 class ServingRuntime(CoreRuntime):
@@ -46,6 +49,7 @@ class ServingRuntime(CoreRuntime):
         self._memory_config = MemoryConfig(headroom_fraction=self.config.headroom, mode=self.config.memory)
         self._memory = MemoryPolicy(self._memory_config, block.pool_pages)
         self._decoding: dict[str, Decoding] = {}
+        self._tpot_spend = SpendController(_TPOT_SPEND_MAX, _TPOT_SPEND_MIN)
         self._release_wanted = 0  # cached pages that the policy wants back from serving
         self._reclaim_since_ns = 0  # when the reclaim that is under way was asked for
         self._reclaim_from = 0  # pages the rollout held then
@@ -105,6 +109,7 @@ class ServingRuntime(CoreRuntime):
             policy=self.config.policy,
             role=self.config.role,
             chunk_tokens=self.scheduler.max_num_scheduled_tokens,
+            tpot_spend=self._tpot_spend.spend,
         )
         seconds = max(-3600.0, min(3600.0, slack.seconds))
         self.block.set(Word.SLACK_US, int(seconds * 1e6))
@@ -174,7 +179,10 @@ class ServingRuntime(CoreRuntime):
                     Decoding(before.first_s, now_s, before.tokens + 1) if before else Decoding(now_s, now_s, 1)
                 )
         for req_id in scheduler_output.finished_req_ids:
-            decoding.pop(req_id, None)
+            done = decoding.pop(req_id, None)
+            if done is not None and done.tokens > 1 and self.slo.tpot_s is not None:
+                tpot_s = (done.last_s - done.first_s) / (done.tokens - 1)
+                self._tpot_spend.observe(tpot_s <= _TPOT_MET_SHARE * self.slo.tpot_s)
 
     # ---- memory, main thread
 
