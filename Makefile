@@ -9,6 +9,7 @@ PYTEST_ARGS ?=
 # Arrivals in the Azure CSV format for `make demo`; options of the demo itself go in DEMO_ARGS.
 TRACE ?=
 DEMO_ARGS ?=
+BENCH_ARGS ?=
 
 SUITES := $(wildcard tests/unit tests/contract tests/scenario)
 SOURCES := $(wildcard vllm_coserve kernels rl_driver deploy tests setup.py)
@@ -22,10 +23,10 @@ export PYTHONSAFEPATH := 1
 export VLLM_NO_USAGE_STATS := 1
 unexport PYTHONPATH PYTHONHOME
 
-.PHONY: help setup demo test unit lint format lock clean distclean
+.PHONY: help setup demo bench-core bench-coserve bench-faults soak test promtool unit lint format lock clean distclean
 
 help: ## list the targets
-	@sed -n 's/^\([a-z]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
+	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 16
 
 setup: ## make .venv, the pinned CPU environment, with this checkout in it
 	@deploy/setup/venv.sh
@@ -33,9 +34,24 @@ setup: ## make .venv, the pinned CPU environment, with this checkout in it
 demo: setup ## serve a model, lend its idle time to a second one, write out/demo (TRACE=file.csv DEMO_ARGS=...)
 	$(BIN)/python -m vllm_coserve.demo --out out/demo $(if $(TRACE),--trace $(TRACE)) $(DEMO_ARGS)
 
-test: lint ## everything that runs without a GPU: lint, then unit, contract and scenario tests
+bench-core: setup ## what sharing costs: pages, hand-over, overhead, reclaims (about 15 minutes; BENCH_ARGS=...)
+	$(BIN)/python -m tests.bench.core $(BENCH_ARGS)
+
+bench-coserve: setup ## the paper's co-serving experiments (about 30 minutes; TRACE=file.csv BENCH_ARGS=...)
+	$(BIN)/python -m tests.bench.coserve $(if $(TRACE),--trace $(TRACE)) $(BENCH_ARGS)
+
+bench-faults: setup ## kills and stops under load (about 25 minutes; TRACE=file.csv BENCH_ARGS=...)
+	$(BIN)/python -m tests.bench.faults $(if $(TRACE),--trace $(TRACE)) $(BENCH_ARGS)
+
+soak: setup ## half an hour under load, kills and weight updates (TRACE=file.csv BENCH_ARGS=...)
+	$(BIN)/python -m tests.bench.soak $(if $(TRACE),--trace $(TRACE)) $(BENCH_ARGS)
+
+test: lint promtool ## everything that runs without a GPU: lint, then unit, contract and scenario tests
 	@echo "== tests: $(notdir $(SUITES))"
 	@HF_HUB_OFFLINE=1 $(BIN)/python -m pytest $(SUITES) --session-timeout=3600 --durations=10 $(PYTEST_ARGS)
+
+promtool: setup
+	@deploy/setup/promtool.sh
 
 unit: setup ## the fast tests
 	@HF_HUB_OFFLINE=1 $(BIN)/python -m pytest tests/unit $(PYTEST_ARGS)

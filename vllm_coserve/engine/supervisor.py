@@ -35,7 +35,7 @@ _CLEAR_TIMEOUT_S = 10.0
 _HUNG_AFTER_S = 10.0  # a process of the sidecar that shows no life for so long has the sidecar killed
 _HUNG_STEP_AFTER_S = 30.0  # the same while it computes: a step may take its time
 _START_BOUND_S = 1800.0  # loading a large model from a slow disk takes long, but not for ever
-_BACKGROUND_NICE = 19
+_BACKGROUND_NICE = 10
 _CAP_SYS_NICE = 23
 
 
