@@ -132,7 +132,7 @@ def test_new_weights_are_used_at_once_and_old_prefix_cache_never(pair: RunningPa
     os.truncate(file, file.stat().st_size - 10)
     for path, says in ((bad, "truncated"), (models[0], "tensors"), (tmp_path / "none", "no safetensors files")):
         refused = _post(pair, "weights", {"path": str(path), "version": "bad"})
-        assert refused.status_code == 422 and says in refused.text
+        assert refused.status_code == 409 and says in refused.text
     assert pair.complete(True, text, 24)["token_ids"] == after["token_ids"]
     assert _post(pair, "weights", {"path": str(base), "version": "base"}).status_code == 200
     again = pair.complete(True, text, 24)
@@ -147,7 +147,7 @@ def test_deactivation_frees_the_weights_and_activation_brings_them_back(pair: Ru
     assert status["state"] == "deactivated" and not status["weights"]["loaded"] and status["pages"]["rollout"] == 0
     assert held_kib - _rss_kib(worker) > 40_000, "a model of 50 MB"
     assert pair.complete(True, text, 4)["stop_reason"] == "coserve:deactivated"
-    assert _post(pair, "weights", {"path": "/tmp", "version": "x"}).status_code == 422
+    assert _post(pair, "weights", {"path": "/tmp", "version": "x"}).status_code == 409
     status = pair.coserve("POST", "activate")
     assert status["state"] == "active" and status["weights"]["loaded"]
     assert pair.complete(True, text, 16)["token_ids"][:4] == before["token_ids"][:4]
@@ -181,4 +181,4 @@ def test_events_go_on_after_a_restart_of_the_sidecar(pair: RunningPair) -> None:
 
 def test_a_bad_event_id_is_refused(pair: RunningPair) -> None:
     answer = requests.get(_url(pair, "events"), headers=bearer() | {"Last-Event-ID": "yesterday"}, timeout=5)
-    assert answer.status_code == 400 and "not an event id" in answer.text
+    assert answer.status_code in (400, 422) and "last-event-id" in answer.text.lower()

@@ -714,7 +714,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.world.close()
 
 
-PoolMachine.TestCase.settings = settings(max_examples=300, stateful_step_count=40, deadline=None)
+PoolMachine.TestCase.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
 TestPoolMachine = PoolMachine.TestCase
 
 

@@ -18,7 +18,7 @@ from vllm_coserve.api.messages import Holder, RegisterRequest, Status, Turns, We
 from vllm_coserve.control.block import ControlBlock
 from vllm_coserve.control.registration import HeldByAnotherError, Registration
 from vllm_coserve.control.words import Bell, Word
-from vllm_coserve.engine.event_stream import parse_cursor, stream
+from vllm_coserve.engine.event_stream import EVENT_ID, parse_cursor, stream
 from vllm_coserve.engine.install import LOAD_WEIGHTS
 from vllm_coserve.engine.status import read_status, read_turns
 
@@ -77,10 +77,9 @@ def _token_digests(args: Namespace) -> list[bytes]:
 
 _Answers = dict[int | str, dict[str, Any]]
 _HELD: _Answers = {409: {"description": "another RL job holds the engine; the answer says which"}}
-_BAD_WEIGHTS: _Answers = {422: {"description": "not weights of this model; the old ones stay"}}
+_BAD_WEIGHTS: _Answers = {409: {"description": "not weights of this model, or it is deactivated; the old ones stay"}}
 _EVENT_ANSWERS: _Answers = {
     200: {"content": {"text/event-stream": {}}},
-    400: {"description": "Last-Event-ID is no id of this API"},
 }
 
 
@@ -100,7 +99,10 @@ def make_router(context: Context, block: ControlBlock, token_digests: list[bytes
         prefix="/coserve/v1",
         tags=["coserve"],
         dependencies=[Depends(authorize)],
-        responses={401: {"description": "the API key is missing or wrong"}},
+        responses={
+            400: {"description": "a field is missing or out of its range; the message says which"},
+            401: {"description": "the API key is missing or wrong"},
+        },
     )
     registration = Registration(block, context.open(context.control_fd))
     changes = {503: {"description": "the rollout engine did not follow in time"}}
@@ -127,7 +129,7 @@ def make_router(context: Context, block: ControlBlock, token_digests: list[bytes
 
     @router.get("/events", response_class=StreamingResponse, responses=_EVENT_ANSWERS)
     async def events(
-        last_event_id: Annotated[str | None, Header(max_length=128)] = None, follow: bool = True
+        last_event_id: Annotated[str, Header(pattern=EVENT_ID)] = "", follow: bool = True
     ) -> StreamingResponse:
         """What happens, as server-sent events; with Last-Event-ID also what happened behind that event.
 
@@ -135,10 +137,7 @@ def make_router(context: Context, block: ControlBlock, token_digests: list[bytes
         """
         cursor = block.events.last() if follow else (0,) * len(block.events.last())
         if last_event_id:
-            try:
-                cursor = parse_cursor(last_event_id, len(cursor))
-            except ValueError as exc:
-                raise HTTPException(400, str(exc)) from None
+            cursor = parse_cursor(last_event_id)
         headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
         return StreamingResponse(stream(block, cursor, follow), media_type="text/event-stream", headers=headers)
 
@@ -187,7 +186,7 @@ async def _load_weights(engine_client: Any, body: WeightsRequest) -> None:
     except TimeoutError:
         raise HTTPException(503, f"the weights were not loaded within {_WEIGHTS_BOUND_S:.0f} s") from None
     if wrong:
-        raise HTTPException(422, wrong)
+        raise HTTPException(409, wrong)
 
 
 async def _change(context: Context, block: ControlBlock, active: bool) -> Status:

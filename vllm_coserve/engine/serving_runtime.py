@@ -17,7 +17,14 @@ from vllm_coserve.memory.host import PoolEraser
 from vllm_coserve.memory.ledger import Owner, ServingLedger
 from vllm_coserve.policy.admission import Grant, RolloutOffer, admit, idle_chunk_tokens
 from vllm_coserve.policy.feedback import SpendController
-from vllm_coserve.policy.memory import MemoryConfig, MemoryFacts, MemoryPolicy, serving_limit_pages, urgent_reclaim_to
+from vllm_coserve.policy.memory import (
+    MemoryConfig,
+    MemoryFacts,
+    MemoryPolicy,
+    headroom_pages,
+    serving_limit_pages,
+    urgent_reclaim_to,
+)
 from vllm_coserve.policy.slack import Decoding, PendingPrefill, ServingFacts, Slo, serving_slack
 
 _RECLAIM_WAIT_S = 0.1  # a serving allocation waits for pages at most so long, then vLLM's scheduler does without
@@ -211,7 +218,8 @@ class ServingRuntime(CoreRuntime):
         pages = self.ledger.take(max(wanted, needed), Owner.SERVING)
         preemptive = self._memory_config.mode == "preemptive"
         if len(pages) < needed and preemptive and self.ledger.count(Owner.ROLLOUT):
-            self._reclaim_now(needed - len(pages))
+            # Guarded, so that the pages taken above reach the pool whatever happens here.
+            self.guarded("taking pages back", lambda: self._reclaim_now(needed - len(pages)))
             pages += self.ledger.take(needed - len(pages), Owner.SERVING)
         if len(pages) < needed and self._pending:
             self.finish_releases(0.02)
@@ -284,7 +292,9 @@ class ServingRuntime(CoreRuntime):
         self.ledger.clean_some(_CLEAN_PER_TICK)
 
     def _lend(self, count: int) -> None:
-        if self.ledger.take(count, Owner.ROLLOUT):
+        static = self._memory_config.mode == "static"
+        keep_free = 0 if static else headroom_pages(self.block.pool_pages, self._memory_config)
+        if self.ledger.take(count, Owner.ROLLOUT, keep_free):  # serving may have taken pages since the decision
             held = self.ledger.count(Owner.ROLLOUT)
             self.block.set(Word.ROLLOUT_CAP_PAGES, max(held, self.block.get(Word.BUDGET_PAGES)))
             if held > self.block.get(Word.ROLLOUT_PAGES_MAX):

@@ -140,13 +140,21 @@ class Supervisor:
         return any(pid and not _is_running(pid) for pid in pids)
 
     def _await_cleared(self, generation: int) -> None:
-        """A successor may start once the arbiter has the pages; without a serving core there is none to wait for."""
-        deadline = time.monotonic() + _CLEAR_TIMEOUT_S
-        block = self._block
-        while block.get(Word.GENERATION_CLEARED) < generation and time.monotonic() < deadline:
+        """A successor starts only once the arbiter has the pages: it would map what its predecessor left in the table.
+
+        The wait ends with the server, or when there is no serving engine core that could take them.
+        """
+        block, since_s, told = self._block, time.monotonic(), False
+        while block.get(Word.GENERATION_CLEARED) < generation:
             seen = block.bell(Bell.SUPERVISOR)
             if self._stopping.is_set() or not block.get(Word.SERVING_READY):
                 return
+            if not told and time.monotonic() - since_s > _CLEAR_TIMEOUT_S:
+                told = True
+                logger.error(
+                    "coserve: pages of rollout engine %d are still mapped, it is not started again", generation
+                )
+                self._kill_group()
             block.wait(Bell.SUPERVISOR, seen, _POLL_S)
 
     def _refuse_start(self) -> None:

@@ -20,11 +20,14 @@ class PageDriver(Protocol):
         ...
 
     def map_run(self, slot: int, page: int, count: int) -> None:
-        """Map `count` consecutive physical pages from `page` at consecutive slots from `slot`."""
+        """Map `count` consecutive physical pages from `page` at consecutive slots from `slot`.
+
+        Slots may be mapped already, after a call that failed half way: the new pages take the place of the old.
+        """
         ...
 
     def unmap_run(self, slot: int, count: int) -> None:
-        """Take `count` consecutive slots out; an access to them faults from now on."""
+        """Take `count` consecutive slots out, mapped or not; an access to them faults from now on."""
         ...
 
     def close(self) -> None:

@@ -45,14 +45,16 @@ class ServingLedger:
         """Pages that nobody maps."""
         return int(np.count_nonzero(self._owners <= Owner.FREE_CLEAN))
 
-    def take(self, count: int, owner: Owner) -> list[int]:
+    def take(self, count: int, owner: Owner, keep_free: int = 0) -> list[int]:
         """Hand up to `count` free pages to `owner`, lowest numbers first so that runs stay contiguous.
 
-        Clean pages are preferred; dirty ones are zeroed here when there are not enough.
+        Clean pages are preferred; dirty ones are zeroed here when there are not enough. With `keep_free` so many pages
+        stay free, whatever another thread takes meanwhile.
         """
         if count <= 0:
             return []
         with self._lock:
+            count = max(0, min(count, self.free_pages - keep_free))
             pages = np.flatnonzero(self._owners == Owner.FREE_CLEAN)[:count].tolist()
             short = count - len(pages)
             dirty = np.flatnonzero(self._owners == Owner.FREE_DIRTY)[:short].tolist() if short else []
