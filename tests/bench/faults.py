@@ -33,28 +33,8 @@ from vllm_coserve.demo.run import warm_up
 from vllm_coserve.demo.servers import Pair, cmdline, descendants
 from vllm_coserve.memory.ledger import Owner
 
-_PARTS = ("API server", "EngineCore", "Worker")
 _BACK_BOUND_S = 120.0
 _CLEAR_BOUND_S = 10.0
-
-
-def processes(pair: Pair, rollout: bool) -> dict[str, int]:
-    """Process ids of one engine of a pair: API server, EngineCore and Worker."""
-    root = pair.process.pid
-    sidecars = [p for p in descendants(root) if "vllm_coserve.engine.sidecar" in cmdline(p)]
-    below = {d for s in sidecars for d in descendants(s)}
-    found = {"API server": sidecars[0] if rollout and sidecars else root}
-    for pid in below if rollout else set(descendants(root)) - below:
-        for part in _PARTS[1:]:
-            if part in cmdline(pid):
-                found[part] = pid
-    return found
-
-
-def leftovers() -> set[str]:
-    """Names that vLLM or the pair could leave behind: shared memory and sockets."""
-    tmp = (p.name for p in Path("/tmp").iterdir() if p.is_socket() or p.name.startswith("coserve-"))
-    return {f"/dev/shm/{n}" for n in os.listdir("/dev/shm")} | {f"/tmp/{n}" for n in tmp}
 
 
 class Killer:
@@ -68,7 +48,7 @@ class Killer:
         """Kill one process of the sidecar at a random moment; returns when it is back."""
         await self._until_generating()
         await asyncio.sleep(self._rng.uniform(0.0, 4.0))
-        pid, block = processes(self._pair, rollout=True)[part], self._block
+        pid, block = machine.processes(self._pair, rollout=True)[part], self._block
         generation = block.get(Word.GENERATION)
         held = int(np.count_nonzero(block.owners == Owner.ROLLOUT))
         os.kill(pid, signal.SIGKILL)
@@ -130,7 +110,7 @@ def part_kills(o: argparse.Namespace, slo_flags: list[str], slo: dict[str, float
         async def work(load: TurnLoad) -> list[dict[str, Any]]:
             killer, out = Killer(pair, block, load, o.seed), []
             for i in range(o.kills):
-                out.append(await killer.kill_once(_PARTS[i % len(_PARTS)]))
+                out.append(await killer.kill_once(machine.PARTS[i % len(machine.PARTS)]))
                 print(f"kill {i + 1}: {out[-1]}", flush=True)
             return out
 
@@ -155,13 +135,13 @@ def part_stops(o: argparse.Namespace, slo_flags: list[str], slo: dict[str, float
     """SIGSTOP of the sidecar's processes."""
     out: dict[str, Any] = {}
     with machine.start(slo_flags, "faults-stop.log", o.pool_gib) as pair:
-        for part in ("none", *_PARTS):
+        for part in ("none", *machine.PARTS):
 
             async def work(load: TurnLoad, part: str = part) -> int:
                 killer = Killer(pair, machine.control_block(pair), load, o.seed)
                 await killer._until_generating()
                 await asyncio.sleep(1.0)
-                pid = None if part == "none" else processes(pair, rollout=True)[part]
+                pid = None if part == "none" else machine.processes(pair, rollout=True)[part]
                 if pid:
                     os.kill(pid, signal.SIGSTOP)
                 await asyncio.sleep(o.stop_seconds)
@@ -181,18 +161,18 @@ def part_stops(o: argparse.Namespace, slo_flags: list[str], slo: dict[str, float
 def part_serving(o: argparse.Namespace, slo_flags: list[str]) -> dict[str, Any]:
     """SIGKILL of serving's own processes."""
     out: dict[str, Any] = {}
-    for part in _PARTS:
-        before = leftovers()
+    for part in machine.PARTS:
+        before = machine.leftovers()
         with machine.start(slo_flags, f"faults-serving-{part.replace(' ', '-')}.log", o.pool_gib) as pair:
             asyncio.run(warm_up(pair.serving_url, pair.rollout_url))
             members = {pair.process.pid, *descendants(pair.process.pid)}
-            os.kill(processes(pair, rollout=False)[part], signal.SIGKILL)
+            os.kill(machine.processes(pair, rollout=False)[part], signal.SIGKILL)
             killed_s = time.monotonic()
             alive, left = members, set()
             while time.monotonic() - killed_s < 30 and (alive or left):
                 pair.process.poll()
                 alive = {p for p in members if Path(f"/proc/{p}").exists() and not _is_zombie(p)}
-                left = leftovers() - before
+                left = machine.leftovers() - before
                 time.sleep(0.02)
             out[part] = {
                 "all_gone_s": time.monotonic() - killed_s,

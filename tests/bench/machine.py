@@ -11,11 +11,12 @@ from vllm_coserve.control.block import ControlBlock
 from vllm_coserve.demo.arrivals import Arrival, Scale, bursty, from_azure_csv
 from vllm_coserve.demo.models import ROLLOUT_SPEC, SERVING_SPEC, ensure_model
 from vllm_coserve.demo.run import free_port
-from vllm_coserve.demo.servers import Pair, running_pair
+from vllm_coserve.demo.servers import Pair, cmdline, descendants, running_pair
 
 OUT = Path("out") / "bench"
-_COMMON = "--enforce-eager --max-model-len 1024 --max-num-seqs 48 --block-size 32 --disable-uvicorn-access-log"
-_ROLLOUT = f"{_COMMON} --served-model-name rollout --stream-interval 4 --max-num-batched-tokens 1024"
+PARTS = ("API server", "EngineCore", "Worker")
+COMMON = "--enforce-eager --max-model-len 1024 --max-num-seqs 48 --block-size 32 --disable-uvicorn-access-log"
+_ROLLOUT = f"{COMMON} --served-model-name rollout --stream-interval 4 --max-num-batched-tokens 1024"
 
 
 def arrivals(trace: Path | None, seconds: float, rate_per_s: float, seed: int = 0) -> list[Arrival]:
@@ -33,7 +34,7 @@ def start(flags: list[str], log: str, pool_gib: float, rollout_args: str = "") -
     port, rollout_port = free_port(), free_port()
     argv = [
         str(serving),
-        *_COMMON.split(),
+        *COMMON.split(),
         "--served-model-name=serving",
         "--max-num-batched-tokens=1024",
         "--host=127.0.0.1",
@@ -61,3 +62,22 @@ def control_block(pair: Pair) -> ControlBlock:
                 finally:
                     os.close(fd)
     raise RuntimeError(f"process {pair.process.pid} has no control block open")
+
+
+def processes(pair: Pair, rollout: bool) -> dict[str, int]:
+    """Process ids of one engine of a pair by name, as far as they run: API server, EngineCore and Worker."""
+    root = pair.process.pid
+    sidecars = [p for p in descendants(root) if "vllm_coserve.engine.sidecar" in cmdline(p)]
+    below = {d for s in sidecars for d in descendants(s)}
+    found = {"API server": p for p in (sidecars[:1] if rollout else [root])}
+    for pid in below if rollout else set(descendants(root)) - below:
+        for part in PARTS[1:]:
+            if part in cmdline(pid):
+                found[part] = pid
+    return found
+
+
+def leftovers() -> set[str]:
+    """Names that vLLM or the pair could leave behind: shared memory and sockets."""
+    tmp = (p.name for p in Path("/tmp").iterdir() if p.is_socket() or p.name.startswith("coserve-"))
+    return {f"/dev/shm/{n}" for n in os.listdir("/dev/shm")} | {f"/tmp/{n}" for n in tmp}

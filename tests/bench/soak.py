@@ -24,7 +24,6 @@ from typing import Any
 import numpy as np
 
 from tests.bench import machine, results
-from tests.bench.faults import leftovers, processes
 from tests.bench.turns import TurnLoad
 from vllm_coserve.control.block import ControlBlock
 from vllm_coserve.control.words import Word
@@ -36,7 +35,6 @@ from vllm_coserve.demo.run import warm_up
 from vllm_coserve.demo.servers import Pair
 from vllm_coserve.memory.ledger import Owner
 
-_PARTS = ("API server", "EngineCore", "Worker")
 _SAMPLE_S = 10.0
 
 
@@ -116,9 +114,9 @@ class Soak:
     async def _kill(self, pair: Pair) -> None:
         rng = random.Random(self._o.seed)
         while await self._every(self._o.kill_every_s):
-            part = rng.choice(_PARTS)
-            pid = processes(pair, rollout=True).get(part)
-            if pid and pid != pair.process.pid:
+            part = rng.choice(machine.PARTS)
+            pid = machine.processes(pair, rollout=True).get(part)
+            if pid:
                 os.kill(pid, signal.SIGKILL)
                 self.kills += 1
 
@@ -135,7 +133,7 @@ class Soak:
 
     async def _sample(self, pair: Pair) -> None:
         block = machine.control_block(pair)
-        serving = processes(pair, rollout=False)
+        serving = machine.processes(pair, rollout=False)
         start = time.monotonic()
         while await self._every(_SAMPLE_S):
             self.samples.append({"s": time.monotonic() - start, **held_by(serving), **_pages(block)})
@@ -168,7 +166,7 @@ def growth(samples: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
     fifth = max(1, len(samples) // 5)
     early, late = samples[fifth : 2 * fifth] or samples, samples[-fifth:]
     out = {}
-    for part in _PARTS:
+    for part in machine.PARTS:
         ratios = {}
         for key in ("files", "rss_kib"):
             medians = [percentile([s[part][key] for s in group], 50) for group in (early, late)]
@@ -203,7 +201,7 @@ def main() -> None:
     p.add_argument("--trace", type=Path)
     p.add_argument("--minutes", type=float, default=30.0)
     p.add_argument("--density", type=float, default=1.5)
-    p.add_argument("--rate", type=float, default=3.2, help="serving requests per second at density 1 (%(default)s)")
+    p.add_argument("--rate", type=float, default=4.0, help="serving requests per second at density 1 (%(default)s)")
     p.add_argument("--rollouts", type=int, default=24)
     p.add_argument("--pool-gib", type=float, default=0.09)
     p.add_argument("--kill-every-s", type=float, default=60.0)
@@ -215,7 +213,7 @@ def main() -> None:
     o = p.parse_args()
     slo = {"ttft_ms": o.ttft_slo_ms, "tpot_ms": o.tpot_slo_ms}
     flags = [f"--coserve-ttft-slo-ms={o.ttft_slo_ms}", f"--coserve-tpot-slo-ms={o.tpot_slo_ms}"]
-    before, soak = leftovers(), Soak(o)
+    before, soak = machine.leftovers(), Soak(o)
     with machine.start([*flags, "--coserve-stall-timeout-s=30"], "soak.log", o.pool_gib) as pair:
         load = asyncio.run(soak.run(pair))
         block = machine.control_block(pair)
@@ -236,7 +234,7 @@ def main() -> None:
         "pages_missing": max(s["pages_missing"] for s in soak.samples),
         "pages_mapped_twice": max(s["pages_mapped_twice"] for s in soak.samples),
         "growth": growth(soak.samples),
-        "left_behind": sorted(leftovers() - before),
+        "left_behind": sorted(machine.leftovers() - before),
         "samples": soak.samples,
     }
     results.write("soak", result, markdown(result), o.out)

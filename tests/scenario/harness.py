@@ -16,8 +16,9 @@ from typing import Any
 
 import requests
 
+from tests.bench.machine import processes
 from vllm_coserve.demo.run import free_port
-from vllm_coserve.demo.servers import Pair, cmdline, descendants, running_pair
+from vllm_coserve.demo.servers import Pair, running_pair
 
 COMMON = "--enforce-eager --max-model-len 1024 --max-num-seqs 32 --block-size 32 --disable-uvicorn-access-log"
 KEY = "sesame"
@@ -53,12 +54,8 @@ class RunningPair:
         return answer.json()
 
     def pid(self, rollout: bool, title: str) -> int:
-        """The process of one engine by its title, "EngineCore" or "Worker"."""
-        root = self.pair.process.pid
-        sidecars = [p for p in descendants(root) if "vllm_coserve.engine.sidecar" in cmdline(p)]
-        below = {d for s in sidecars for d in descendants(s)}
-        candidates = below if rollout else set(descendants(root)) - below
-        return next(p for p in candidates if title in cmdline(p))
+        """The process of one engine: "API server", "EngineCore" or "Worker"."""
+        return processes(self.pair, rollout)[title]
 
 
 def bearer() -> dict[str, str]:
@@ -126,7 +123,7 @@ def wait_for(what: str, condition: Callable[[], Any], timeout_s: float) -> float
     """Wait until a condition holds; returns after how many seconds."""
     start = time.monotonic()
     while time.monotonic() - start < timeout_s:
-        with contextlib.suppress(requests.RequestException, StopIteration):
+        with contextlib.suppress(requests.RequestException, KeyError):
             if condition():
                 return time.monotonic() - start
         time.sleep(0.02)
@@ -151,8 +148,3 @@ def run_serve(argv: Sequence[str], timeout_s: float = 240) -> subprocess.Complet
     env = {**os.environ, "VLLM_CPU_OMP_THREADS_BIND": "0", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", *argv]
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=timeout_s, check=False)
-
-
-def shared_memory() -> set[str]:
-    """Names in /dev/shm."""
-    return set(os.listdir("/dev/shm"))

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import requests
 
-from tests.scenario.harness import RolloutLoad, RunningPair, greedy_gap, prompt, shared_memory, start_pair, wait_for
+from tests.bench.machine import PARTS, leftovers
+from tests.scenario.harness import RolloutLoad, RunningPair, greedy_gap, prompt, start_pair, wait_for
 
 pytestmark = [pytest.mark.scenario, pytest.mark.timeout(400)]
 
@@ -64,7 +65,7 @@ def test_sidecar_api(pair: RunningPair) -> None:
     assert {t["who"] for t in turns} == {"serving", "rollout"}
 
 
-@pytest.mark.parametrize("victim", ["EngineCore", "Worker"])
+@pytest.mark.parametrize("victim", ["API server", "EngineCore", "Worker"])
 def test_sigkill_of_the_sidecar_under_load(pair: RunningPair, victim: str) -> None:
     generation = pair.coserve("GET", "status")["generation"]
     load = RolloutLoad(pair, concurrent=12, prompt_tokens=64, output_tokens=400)
@@ -93,7 +94,7 @@ def test_sigkill_of_the_sidecar_under_load(pair: RunningPair, victim: str) -> No
 
 
 def test_a_request_larger_than_the_budget_and_sigterm(models: tuple[Path, Path], tmp_path: Path) -> None:
-    before = shared_memory()
+    before = leftovers()
     flags = ["--coserve-pool-gib=0.0625", "--coserve-headroom=0.75", "--api-key=sesame"]
     with start_pair(models, tmp_path / "pair.log", flags, "--max-model-len 4096") as running:
         budget = running.coserve("GET", "status")["pages"]["budget"]
@@ -103,10 +104,21 @@ def test_a_request_larger_than_the_budget_and_sigterm(models: tuple[Path, Path],
                 running.complete(True, prompt(4, prompt_tokens), output_tokens, stream=stream)
             assert f"the rollout budget is {budget} pages" in refused.value.response.json()["error"]["message"]
         assert running.complete(True, prompt(4, 500), 8)["finish_reason"] == "length"
-        group = running.pair.process.pid
-        members = {group} | {running.pid(r, t) for r in (True, False) for t in ("EngineCore", "Worker")}
         assert running.complete(False, prompt(3, 16), 8)["finish_reason"] == "length"
-        os.kill(group, signal.SIGTERM)
-        running.pair.process.wait(30)
-        wait_for("all processes end", lambda: not any(Path(f"/proc/{p}").exists() for p in members), 5)
-    wait_for("shared memory is gone", lambda: shared_memory() <= before, 5)
+        ends_without_a_trace(running, "API server", signal.SIGTERM, before)
+
+
+def test_sigkill_of_servings_engine_core_leaves_nothing(models: tuple[Path, Path], tmp_path: Path) -> None:
+    before = leftovers()
+    with start_pair(models, tmp_path / "pair.log", ["--coserve-pool-gib=0.0625", "--api-key=sesame"]) as running:
+        assert running.complete(True, prompt(3, 16), 8)["finish_reason"] == "length"
+        ends_without_a_trace(running, "EngineCore", signal.SIGKILL, before)
+
+
+def ends_without_a_trace(running: RunningPair, title: str, number: signal.Signals, before: set[str]) -> None:
+    """Send a signal to a process of serving: all of the pair ends, and no shared memory or socket is left."""
+    members = {running.pair.process.pid} | {running.pid(r, t) for r in (True, False) for t in PARTS}
+    os.kill(running.pid(False, title), number)
+    running.pair.process.wait(30)
+    wait_for("all processes end", lambda: not any(Path(f"/proc/{p}").exists() for p in members), 5)
+    wait_for("shared memory and sockets are gone", lambda: leftovers() <= before, 5)

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.scenario.harness import COMMON, run_serve, shared_memory
+from tests.bench.machine import leftovers
+from tests.scenario.harness import COMMON, run_serve
 from vllm_coserve.demo.run import free_port
 
 pytestmark = [pytest.mark.scenario, pytest.mark.timeout(400)]
@@ -34,12 +35,12 @@ def _argv(models: tuple[Path, Path], *more: str) -> list[str]:
     ids=["missing-model", "slo-zero", "slo-negative", "pool-too-large", "quotes"],
 )
 def test_refused(models: tuple[Path, Path], flags: list[str], says: str) -> None:
-    before = shared_memory()
+    before = leftovers()
     done = run_serve(_argv(models, *flags))
     assert done.returncode == 2, done.stderr[-2000:]
     assert says in done.stderr
     assert "Traceback" not in done.stderr
-    assert shared_memory() <= before
+    assert leftovers() <= before
 
 
 def test_port_in_use(models: tuple[Path, Path]) -> None:
@@ -52,8 +53,8 @@ def test_port_in_use(models: tuple[Path, Path]) -> None:
 
 
 def test_rollout_engine_that_cannot_start(models: tuple[Path, Path]) -> None:
-    before = shared_memory()
+    before = leftovers()
     done = run_serve(_argv(models, "--coserve-pool-gib=0.0625", "--coserve-rollout-args=--no-such-flag"))
     assert done.returncode == 2, done.stdout[-2000:] + done.stderr[-2000:]
     assert "Check --coserve-rollout and --coserve-rollout-args" in done.stderr
-    assert shared_memory() <= before
+    assert leftovers() <= before
