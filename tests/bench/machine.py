@@ -69,7 +69,9 @@ def processes(pair: Pair, rollout: bool) -> dict[str, int]:
     root = pair.process.pid
     sidecars = [p for p in descendants(root) if "vllm_coserve.engine.sidecar" in cmdline(p)]
     below = {d for s in sidecars for d in descendants(s)}
-    found = {"API server": p for p in (sidecars[:1] if rollout else [root])}
+    if rollout and not sidecars:
+        return {}
+    found = {PARTS[0]: sidecars[0] if rollout else root}
     for pid in below if rollout else set(descendants(root)) - below:
         for part in PARTS[1:]:
             if part in cmdline(pid):

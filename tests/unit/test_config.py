@@ -27,11 +27,33 @@ from vllm_coserve.api.errors import ConfigurationError
         ("start", "off"),
         ("rollout", ""),
         ("rollout_args", "--x 'unbalanced"),
+        ("rollout_args", "--port 3"),
+        ("rollout_args", "--tensor_parallel_size=2"),
+        ("rollout_args", "-tp 2"),
+        ("rollout_args", "--coserve-lease-s 3"),
+        ("headroom", float("nan")),
+        ("lease_s", 1e300),
+        ("ttft_slo_ms", 1e300),
+        ("memory", "both"),
     ],
 )
 def test_bad_values_name_their_flag(field, value):
     with pytest.raises(ConfigurationError, match="--coserve-" + field.replace("_", "-")):
         parse_config({"rollout": "m", field: value})
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ({"policy": "ttft"}, "needs --coserve-ttft-slo-ms"),
+        ({"policy": "tpot", "ttft_slo_ms": 5}, "needs --coserve-tpot-slo-ms"),
+        ({"policy": "ttft", "ttft_slo_ms": 5, "role": "decode"}, "binds nothing on a decode instance"),
+        ({"policy": "tpot", "tpot_slo_ms": 5, "role": "prefill"}, "binds nothing on a prefill instance"),
+    ],
+)
+def test_flags_that_contradict_each_other_are_refused(flags, says):
+    with pytest.raises(ConfigurationError, match=says):
+        parse_config({"rollout": "m", **flags})
 
 
 def test_unknown_fields_are_refused():

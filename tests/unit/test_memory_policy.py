@@ -3,7 +3,14 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_coserve.policy.memory import MemoryConfig, MemoryFacts, MemoryPolicy, headroom_pages, urgent_reclaim_to
+from vllm_coserve.policy.memory import (
+    MemoryConfig,
+    MemoryFacts,
+    MemoryPolicy,
+    headroom_pages,
+    serving_limit_pages,
+    urgent_reclaim_to,
+)
 from vllm_coserve.policy.victims import Candidate, choose_victims
 
 _CONFIG = MemoryConfig()
@@ -108,3 +115,30 @@ def test_victims_free_enough_where_that_is_possible(maps, need):
     freed = sum(1 for s in range(8) if used[s] and not left[s])
     assert freed >= min(need, sum(1 for u in used if u))
     assert len(set(chosen)) == len(chosen)
+
+
+@given(st.sampled_from(["grow_only", "static"]), st.lists(_moves, max_size=40))
+def test_modes_for_comparison_never_take_pages_back(mode, moves):
+    config = MemoryConfig(mode=mode)
+    policy, now, rollout, step = MemoryPolicy(config, _POOL), 0.0, 0, 0
+    for dt, serving, wanted, _, new_step, state in moves:
+        now, step = now + dt, step + new_step
+        used = min(serving, _POOL - rollout, serving_limit_pages(_POOL, config))
+        facts = _facts(now, used, 0, rollout, wanted, step, state != "dead", state == "on")
+        d = policy.decide(facts)
+        if state != "on":
+            assert d.reclaim_to_pages == 0, "deactivation gives everything back in every mode"
+            rollout = 0
+            continue
+        assert d.reclaim_to_pages == rollout and not d.cut
+        assert 0 <= d.grant_pages <= min(wanted, facts.free_pages)
+        rollout += d.grant_pages
+        if mode == "static":
+            assert rollout <= _POOL // 2 == d.budget_pages
+
+
+def test_static_halves_leave_nothing_over():
+    config = MemoryConfig(mode="static")
+    for pool in (4, 7, 100):
+        assert serving_limit_pages(pool, config) + pool // 2 == pool
+    assert serving_limit_pages(100, MemoryConfig()) == 100
