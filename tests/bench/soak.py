@@ -82,7 +82,7 @@ class Soak:
         start = time.monotonic()
         while (left := start + o.minutes * 60 - time.monotonic()) > 0:
             await asyncio.sleep(min(60.0, left))
-            failed = sum(not s.ok for s in self.served)
+            failed = sum(bool(s.error) for s in self.served)
             print(
                 f"{(time.monotonic() - start) / 60:.0f} min: {len(self.served)} served, {failed} failed, "
                 f"{self.kills} kills, {self.updates} updates, {load.totals.tokens} rollout tokens",
@@ -102,7 +102,7 @@ class Soak:
         )
 
     def _keep(self, served: list[Served]) -> None:
-        self.served = [s for s in served if s.ok or s.error]
+        self.served = served  # one list that grows
 
     async def _every(self, seconds: float) -> bool:
         try:

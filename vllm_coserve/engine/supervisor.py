@@ -110,10 +110,11 @@ class Supervisor:
         up_s = None if ready_s is None else time.monotonic() - ready_s
         if self._stopping.is_set():
             return up_s
-        self._kill_group()
+        self._kill_group(and_trackers=False)
         block.set(Word.GENERATION_DEAD, generation)
         block.events.put(Writer.SUPERVISOR, EventKind.RESTART, generation + 1)
         block.ring(Bell.ARBITER)
+        self._kill_group()
         self._await_cleared(generation)
         return up_s
 
@@ -188,11 +189,11 @@ class Supervisor:
         argv += ["--no-async-scheduling", *config.rollout_argv]
         return subprocess.Popen(argv, env=env, start_new_session=True, stdin=subprocess.DEVNULL)
 
-    def _kill_group(self) -> None:
+    def _kill_group(self, and_trackers: bool = True) -> None:
         """SIGKILL all processes of the sidecar, and reap it.
 
-        Python's resource trackers are left: they end by themselves once the others are gone, after they have removed
-        the shared memory that those left behind.
+        Python's resource trackers are left at first: they end by themselves once the others are gone, after they have
+        removed the shared memory that those left behind. Without `and_trackers` nobody waits for them: they map nothing.
         """
         process = self._process
         if process is None:
@@ -200,11 +201,13 @@ class Supervisor:
         deadline = time.monotonic() + _GROUP_GRACE_S
         while members := _group_members(process.pid):
             late = time.monotonic() > deadline
-            for pid in members:
-                if late or not _is_resource_tracker(pid):
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(pid, signal.SIGKILL)
+            others = [pid for pid in members if late or not _is_resource_tracker(pid)]
+            for pid in others:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
             process.poll()
+            if not (others or and_trackers):
+                break
             time.sleep(_POLL_S / 4)
         process.wait()
 
