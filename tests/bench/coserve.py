@@ -1,6 +1,6 @@
 """The experiments of ROSE's co-serving executor (Tables 2, 4, 5 and Figure 9) on one device core, in one run.
 
-    python -m tests.bench.coserve --trace azure-llm-2023-conv.csv [--seconds 50] [--rows dual,static,...]
+    python -m tests.bench.coserve --trace azure-llm-2023-conv.csv [--seconds 40] [--rows dual,static,...]
 
 SLO: `--slo-factor` x P99 of serving alone at density 1. Rollouts are agents of several turns (tests/bench/turns.py).
 harvest_efficiency = rollout tokens/s beside serving / (tokens/s alone x share of the device that serving alone leaves
@@ -65,7 +65,7 @@ class Bench:
         self._o = options
         self._slo: dict[str, float] = {}
         self._alone: dict[float, dict[str, Any]] = {}
-        self._rollout_alone_tokens_per_s = 0.0
+        self._rollout_alone: dict[str, Any] = {}
 
     def run(self) -> dict[str, Any]:
         """All rows; those that differ in density only share a pair."""
@@ -84,7 +84,7 @@ class Bench:
         return {
             "slo": self._slo,
             "serving_alone": {str(d): s for d, s in self._alone.items()},
-            "rollout_alone_tokens_per_s": self._rollout_alone_tokens_per_s,
+            "rollout_alone": self._rollout_alone,
             "rows": measured,
             "options": {k: str(v) if isinstance(v, Path) else v for k, v in vars(o).items()},
         }
@@ -95,7 +95,7 @@ class Bench:
             for density in sorted(densities):
                 served[density] = self._phase(pair, density, rollout=False)
             alone = self._phase(pair, None, rollout=True)
-        self._rollout_alone_tokens_per_s = alone["rollout"]["tokens_per_s"]
+        self._rollout_alone = alone["rollout"]
         first = [s for s in served[1.0]["served"] if s.ok]
         factor = self._o.slo_factor * 1e3
         self._slo = {
@@ -118,7 +118,9 @@ class Bench:
     def _measure(self, pair: Pair, row: Row) -> dict[str, Any]:
         phase = self._phase(pair, row.density, rollout=True)
         rate = phase["rollout"]["tokens_per_s"]
-        harvest = harvest_efficiency(rate, self._rollout_alone_tokens_per_s, self._alone[row.density]["busy_fraction"])
+        harvest = harvest_efficiency(
+            rate, self._rollout_alone["tokens_per_s"], self._alone[row.density]["busy_fraction"]
+        )
         return {
             "serving": _serving(phase, self._slo),
             "rollout": phase["rollout"],
@@ -154,6 +156,7 @@ class Bench:
             "busy_fraction": (after["gate"]["serving_busy_s"] - before["gate"]["serving_busy_s"]) / elapsed,
             "rollout": {
                 "tokens_per_s": tokens / elapsed,
+                "busy_fraction": (after["gate"]["rollout_busy_s"] - before["gate"]["rollout_busy_s"]) / elapsed,
                 "s_per_10k_tokens": 1e4 * elapsed / tokens if tokens else None,
                 "turn_s_mean": sum(own_turns) / len(own_turns) if own_turns else None,
                 "turns": len(own_turns),
@@ -186,16 +189,15 @@ def _serving(phase: dict[str, Any], slo: dict[str, float]) -> dict[str, Any]:
 
 
 def _say(name: str, row: dict[str, Any]) -> None:
-    s, text = row.get("serving"), name
-    if s:
-        text += f": {s['requests']} served, {s['failed']} failed, TTFT P99 {s['ttft_ms_p99']:.0f}"
-        text += (
-            f", TPOT P99 {s['tpot_ms_p99']:.1f} ms, attained {s['slo_attainment']:.1%}, busy {s['busy_fraction']:.2f}"
-        )
+    text = name
+    if s := row.get("serving"):
+        text += f": {s['requests']} served, {s['failed']} failed, TTFT P99 {s['ttft_ms_p99']:.0f}, "
+        text += f"TPOT P99 {s['tpot_ms_p99']:.1f} ms, attained {s['slo_attainment']:.1%}, busy {s['busy_fraction']:.2f}"
     if r := row.get("rollout"):
-        text += f"; rollout {r['tokens_per_s']:.0f} tok/s, aborts {r['aborts']}, refused {r['refused']}"
+        text += f"; rollout {r['tokens_per_s']:.0f} tok/s, busy {r['busy_fraction']:.2f}, aborts {r['aborts']}, "
+        text += f"refused {r['refused']}"
     if "harvest_efficiency" in row:
-        text += f", harvest {row['harvest_efficiency']:.2f}, hits {row['pair']['prefix_hit_rate']:.0%}, "
+        text += f"; harvest {row['harvest_efficiency']:.2f}, hits {row['pair']['prefix_hit_rate']:.0%}, "
         text += f"reclaims {row['pair']['reclaims']}"
     print(text, flush=True)
 
@@ -206,7 +208,9 @@ def markdown(result: dict[str, Any]) -> str:
     head = ["", "failed", "TTFT P50 / P95 / P99 ms", "TPOT P50 / P95 / P99 ms", "SLO attained"]
     head += ["rollout tokens/s", "s per 10k tokens", "harvest", "prefix hits", "ended early"]
     rows = [_line(f"serving alone, density {d}", s, None) for d, s in result["serving_alone"].items()]
-    rows.append(["rollout alone", *["–"] * 4, f"{result['rollout_alone_tokens_per_s']:.0f}", *["–"] * 4])
+    alone = result["rollout_alone"]
+    title = f"rollout alone (device busy {alone['busy_fraction']:.0%})"
+    rows.append([title, *["–"] * 4, f"{alone['tokens_per_s']:.0f}", f"{alone['s_per_10k_tokens']:.1f}", *["–"] * 3])
     rows += [_line(r["title"], r["serving"], r) for r in result["rows"].values()]
     text = f"SLO: TTFT {slo['ttft_ms']:.0f} ms, TPOT {slo['tpot_ms']:.1f} ms (P99).\n\n"
     return text + results.table(head, rows)
@@ -230,10 +234,10 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Options."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--trace", type=Path, help="arrivals in the Azure CSV format (default: the bursty generator)")
-    p.add_argument("--seconds", type=float, default=50.0, help="length of a phase (%(default)s)")
+    p.add_argument("--seconds", type=float, default=40.0, help="length of a phase (%(default)s)")
     p.add_argument("--rate", type=float, default=4.0, help="serving requests per second at density 1 (%(default)s)")
-    p.add_argument("--rollouts", type=int, default=24, help="trajectories at a time (%(default)s)")
-    p.add_argument("--pool-gib", type=float, default=0.09, help="shared page pool (%(default)s)")
+    p.add_argument("--rollouts", type=int, default=40, help="trajectories at a time (%(default)s)")
+    p.add_argument("--pool-gib", type=float, default=0.125, help="shared page pool (%(default)s)")
     p.add_argument("--slo-factor", type=float, default=3.0, help="SLO over P99 of serving alone (%(default)s)")
     p.add_argument("--rows", default="", help=f"only these: {','.join(r.name for r in ROWS)}")
     p.add_argument("--seed", type=int, default=0)

@@ -37,6 +37,11 @@ _BACK_BOUND_S = 120.0
 _CLEAR_BOUND_S = 10.0
 
 
+def summary(values: list[float]) -> dict[str, float]:
+    """Median and maximum."""
+    return {"p50": percentile(values, 50), "max": max(values, default=float("nan"))}
+
+
 class Killer:
     """Part 1, on a running pair under load."""
 
@@ -117,15 +122,14 @@ def part_kills(o: argparse.Namespace, slo_flags: list[str], slo: dict[str, float
         served, kills = asyncio.run(_under_load(pair, o, work))
         status = pair.status()
         states = [int(np.count_nonzero(block.owners == s)) for s in Owner]
-    usable = [k["pages_usable_ms"] for k in kills]
     return {
         "kills": kills,
         "serving": serving_summary(served, float("nan"), slo),
         "errors": sorted({s.error for s in served if s.error}),
-        "pages_usable_ms": {"p50": percentile(usable, 50), "max": max(usable)},
+        "pages_usable_ms": summary([k["pages_usable_ms"] for k in kills]),
         "pages_leaked": sum(k["pages_leaked"] for k in kills),
         "pages_missing": block.pool_pages - sum(states),
-        "back_s": {"p50": percentile([k["back_s"] for k in kills], 50), "max": max(k["back_s"] for k in kills)},
+        "back_s": summary([k["back_s"] for k in kills]),
         "generation": status["generation"],
         "hook_faults": status["gate"]["faults"],
     }

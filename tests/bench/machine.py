@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -28,7 +29,11 @@ def arrivals(trace: Path | None, seconds: float, rate_per_s: float, seed: int = 
 
 @contextlib.contextmanager
 def start(flags: list[str], log: str, pool_gib: float, rollout_args: str = "") -> Iterator[Pair]:
-    """A pair of the demo's models with further flags, pinned as in the demo; it ends with the block."""
+    """A pair of the demo's models with further flags, pinned as in the demo; it ends with the block.
+
+    SIGTERM ends a benchmark as Ctrl-C does, so that its pair ends too.
+    """
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     serving, rollout = (ensure_model(s, Path("out") / "models") for s in (SERVING_SPEC, ROLLOUT_SPEC))
     OUT.mkdir(parents=True, exist_ok=True)
     port, rollout_port = free_port(), free_port()

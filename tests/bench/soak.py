@@ -14,7 +14,6 @@ import json
 import os
 import random
 import shutil
-import signal
 import time
 import urllib.error
 import urllib.request
@@ -24,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from tests.bench import machine, results
+from tests.bench.faults import Killer, summary
 from tests.bench.turns import TurnLoad
 from vllm_coserve.control.block import ControlBlock
 from vllm_coserve.control.words import Word
@@ -68,9 +68,11 @@ class Soak:
     def __init__(self, options: argparse.Namespace) -> None:
         self._o = options
         self._done = asyncio.Event()
+        self._start_s = 0.0
         self.served: list[Served] = []
         self.samples: list[dict[str, Any]] = []
-        self.kills = self.updates = self.updates_refused = 0
+        self.kills: list[dict[str, Any]] = []
+        self.updates = self.updates_refused = 0
 
     async def run(self, pair: Pair) -> TurnLoad:
         """Load, kills and updates until the time is over."""
@@ -78,14 +80,15 @@ class Soak:
         await warm_up(pair.serving_url, pair.rollout_url)
         load = TurnLoad(pair.rollout_url, "rollout", o.rollouts, SERVING_SPEC.vocab, o.seed)
         tasks = [asyncio.create_task(load.run()), asyncio.create_task(self._traffic(pair))]
-        tasks += [asyncio.create_task(f(pair)) for f in (self._kill, self._update, self._sample)]
-        start = time.monotonic()
+        tasks += [asyncio.create_task(f(pair)) for f in (self._update, self._sample)]
+        tasks.append(asyncio.create_task(self._kill(Killer(pair, machine.control_block(pair), load, o.seed))))
+        start = self._start_s = time.monotonic()
         while (left := start + o.minutes * 60 - time.monotonic()) > 0:
             await asyncio.sleep(min(60.0, left))
             failed = sum(bool(s.error) for s in self.served)
             print(
                 f"{(time.monotonic() - start) / 60:.0f} min: {len(self.served)} served, {failed} failed, "
-                f"{self.kills} kills, {self.updates} updates, {load.totals.tokens} rollout tokens",
+                f"{len(self.kills)} kills, {self.updates} updates, {load.totals.tokens} rollout tokens",
                 flush=True,
             )
         self._done.set()
@@ -111,14 +114,11 @@ class Soak:
             return True
         return False
 
-    async def _kill(self, pair: Pair) -> None:
+    async def _kill(self, killer: Killer) -> None:
         rng = random.Random(self._o.seed)
-        while await self._every(self._o.kill_every_s):
-            part = rng.choice(machine.PARTS)
-            pid = machine.processes(pair, rollout=True).get(part)
-            if pid:
-                os.kill(pid, signal.SIGKILL)
-                self.kills += 1
+        while await self._every(self._o.kill_every_s - (time.monotonic() - self._start_s) % self._o.kill_every_s):
+            self.kills.append(await killer.kill_once(rng.choice(machine.PARTS)))
+            print(f"kill {len(self.kills)}: {self.kills[-1]}", flush=True)
 
     async def _update(self, pair: Pair) -> None:
         checkpoints = [ensure_model(ROLLOUT_SPEC, Path("out") / "models"), second_checkpoint()]
@@ -181,13 +181,19 @@ def markdown(result: dict[str, Any]) -> str:
     grown = {p: f"files x{g['files']:.3f}, RSS x{g['rss_kib']:.3f}" for p, g in result["growth"].items()}
     rows = [
         ["minutes, density", f"{result['minutes']:g}, {result['density']:g}"],
-        ["sidecar kills, weight updates", f"{result['kills']}, {result['updates']}"],
+        ["sidecar kills, weight updates", f"{len(result['kills'])}, {result['updates']}"],
+        [
+            "pages of a killed sidecar usable after ms, P50 / max",
+            "{p50:.0f} / {max:.0f}".format(**result["pages_usable_ms"]),
+        ],
+        ["sidecar generates again after s, P50 / max", "{p50:.1f} / {max:.1f}".format(**result["back_s"])],
         ["serving requests failed", f"{s['failed']} of {s['requests']}"],
         ["SLO", f"TTFT {slo['ttft_ms']:.0f}, TPOT {slo['tpot_ms']:.1f} ms"],
         ["TTFT P50 / P99 ms", f"{s['ttft_ms_p50']:.0f} / {s['ttft_ms_p99']:.0f}"],
         ["TPOT P50 / P99 ms", f"{s['tpot_ms_p50']:.1f} / {s['tpot_ms_p99']:.1f}"],
         ["SLO attained", f"{s['slo_attainment']:.2%}"],
         ["rollout tokens", str(result["rollout_tokens"])],
+        ["pages leaked", str(result["pages_leaked"])],
         ["pages missing, mapped twice", f"{result['pages_missing']}, {result['pages_mapped_twice']}"],
         *([f"growth of serving's {p}", g] for p, g in grown.items()),
         ["left behind at the end", str(len(result["left_behind"]))],
@@ -202,8 +208,8 @@ def main() -> None:
     p.add_argument("--minutes", type=float, default=30.0)
     p.add_argument("--density", type=float, default=1.5)
     p.add_argument("--rate", type=float, default=4.0, help="serving requests per second at density 1 (%(default)s)")
-    p.add_argument("--rollouts", type=int, default=24)
-    p.add_argument("--pool-gib", type=float, default=0.09)
+    p.add_argument("--rollouts", type=int, default=40)
+    p.add_argument("--pool-gib", type=float, default=0.125)
     p.add_argument("--kill-every-s", type=float, default=60.0)
     p.add_argument("--update-every-s", type=float, default=20.0)
     p.add_argument("--ttft-slo-ms", type=float, default=300.0)
@@ -225,6 +231,9 @@ def main() -> None:
         "serving": serving_summary(soak.served, float("nan"), slo),
         "errors": sorted({s.error for s in soak.served if s.error})[:5],
         "kills": soak.kills,
+        "pages_usable_ms": summary([k["pages_usable_ms"] for k in soak.kills]),
+        "back_s": summary([k["back_s"] for k in soak.kills]),
+        "pages_leaked": sum(k["pages_leaked"] for k in soak.kills),
         "generation": generation,
         "updates": soak.updates,
         "updates_refused": soak.updates_refused,

@@ -193,7 +193,7 @@ class Supervisor:
         """SIGKILL all processes of the sidecar, and reap it.
 
         Python's resource trackers are left at first: they end by themselves once the others are gone, after they have
-        removed the shared memory that those left behind. Without `and_trackers` nobody waits for them: they map nothing.
+        removed the shared memory that those left behind. Without `and_trackers` they are not waited for.
         """
         process = self._process
         if process is None:
