@@ -48,6 +48,7 @@ class Word(IntEnum):
     ACTIVE_WANTED = auto()  # A: 1 lend, 0 give everything back (activate / deactivate); V sets it before the start
     RL_STEP = auto()  # A: counts POST /step
     ROLLOUT_DEACTIVATED = auto()  # R: 1 once all pages are given back and requests ended
+    START_REFUSED = auto()  # V: 1 once the first sidecar has failed to come up: serving does not begin
     GENERATION = auto()  # V: which sidecar process runs, from 1
     GENERATION_DEAD = auto()  # V: last generation of which every process ended
     GENERATION_CLEARED = auto()  # S: last generation whose pages were taken back

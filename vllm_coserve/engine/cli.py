@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import contextlib
 import os
 import sys
-import time
 from collections.abc import Iterator
 from typing import Any, get_args
 
@@ -26,8 +24,6 @@ from vllm_coserve.engine.preflight import (
 )
 from vllm_coserve.engine.seams import patch
 from vllm_coserve.engine.supervisor import EXIT_CONFIGURATION, Supervisor
-
-_PROOF_TIMEOUT_S = 120.0
 
 _CHOICES = {
     "policy": get_args(Policy),
@@ -139,7 +135,6 @@ def pair(args: argparse.Namespace, config: CoserveConfig) -> Iterator[Context]:
     install(context)
     keys = args.api_key if isinstance(args.api_key, list) else [args.api_key] if args.api_key else []
     supervisor = Supervisor(context, block, api_keys=[k for k in keys if k])
-    patch("app_state", lambda original: _after_proof(original, block, supervisor))
     supervisor.start()
     try:
         yield context
@@ -147,27 +142,3 @@ def pair(args: argparse.Namespace, config: CoserveConfig) -> Iterator[Context]:
         supervisor.stop()
         if supervisor.failure:
             raise ConfigurationError(supervisor.failure)
-
-
-def _after_proof(original: Any, block: ControlBlock, supervisor: Any) -> Any:
-    """Wrap vLLM's last step before it listens: both engines must have proved the plugin active in their processes."""
-
-    async def init_app_state(*args: Any, **kwargs: Any) -> Any:
-        from vllm_coserve.engine.core_runtime import KIND_CORE, KIND_WORKER, SIDE_SERVING
-
-        deadline = time.monotonic() + _PROOF_TIMEOUT_S
-        while not block.get(Word.SERVING_READY) and time.monotonic() < deadline:
-            await asyncio.sleep(0.02)
-        # The first rollout engine either comes up or ends the start (see Supervisor); later ones never matter here.
-        while block.get(Word.SERVING_READY) and not block.get(Word.ROLLOUT_READY) and not supervisor.failure:
-            await asyncio.sleep(0.02)
-        kinds = {"worker": KIND_WORKER, "engine core": KIND_CORE}
-        missing = [name for name, kind in kinds.items() if not block.member_pid(SIDE_SERVING, kind)]
-        if missing or not block.get(Word.SERVING_READY):
-            raise ConfigurationError(
-                f"the vllm-coserve plugin is not active in the serving {' and '.join(missing) or 'engine core'}: "
-                "see the log above for its error, and check that VLLM_PLUGINS, where it is set, names coserve"
-            )
-        return await original(*args, **kwargs)
-
-    return init_app_state

@@ -12,7 +12,7 @@ from vllm_coserve.api.errors import ContractError
 from vllm_coserve.control.block import ControlBlock
 from vllm_coserve.control.words import Word
 from vllm_coserve.engine.core_runtime import KIND_WORKER, SIDE_ROLLOUT, SIDE_SERVING, CoreRuntime, logger
-from vllm_coserve.engine.seams import SEAMS, add_method, patch
+from vllm_coserve.engine.seams import add_method, patch
 from vllm_coserve.engine.worker_hooks import TorchWithKvTensor, WorkerRuntime
 
 LOAD_WEIGHTS = "coserve_load_weights"  # utility method of the rollout's engine core
@@ -66,7 +66,9 @@ def install(context: Context) -> ControlBlock:
         _install_memory(_process)
         _install_loop(_process)
         if "vllm.entrypoints.cli.serve" in sys.modules:  # an API server: engine cores and workers do not load it
-            _install_api(_process)
+            from vllm_coserve.engine.api_server import install_api
+
+            install_api(context, _process.block)
     return _process.block
 
 
@@ -79,16 +81,6 @@ def installed_block() -> ControlBlock:
     if _process is None:
         raise ContractError("this process is not part of a co-serving pair")
     return _process.block
-
-
-def _install_api(process: _Process) -> None:
-    from vllm_coserve.engine.metrics import install_metrics
-    from vllm_coserve.engine.request_size import refuse_larger_than_budget
-
-    install_metrics(process.context, process.block)
-    if process.side == SIDE_ROLLOUT:
-        for key in (k for k in SEAMS if k.startswith("max_tokens_")):
-            patch(key, lambda original: refuse_larger_than_budget(original, process.block))
 
 
 def _install_queues(process: _Process) -> None:

@@ -165,6 +165,7 @@ class Supervisor:
             "Check --coserve-rollout and --coserve-rollout-args"
         )
         logger.error("coserve: %s", self.failure)
+        self._block.set(Word.START_REFUSED, 1)
         main = threading.main_thread()
         for _ in range(_END_TRIES):
             # A first signal can go unseen while vLLM waits for its engine core in C code.
