@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from vllm_coserve.control.block import ControlBlock
 from vllm_coserve.control.words import Word
-from vllm_coserve.engine.metrics import CoserveCollector, with_collector
+from vllm_coserve.engine.metrics import CoserveCollector, with_collector, with_page
 from vllm_coserve.memory.ledger import Owner
 
 _DEPLOY = Path(__file__).parents[2] / "deploy"
@@ -100,6 +101,43 @@ def test_several_api_servers_make_a_fresh_registry_each_time(block, tmp_path, mo
     assert first is not second
     for registry in (first, second):
         assert _samples(registry)["coserve_rollout_tokens_total", ()] == 1234
+
+
+@pytest.mark.parametrize("servers", ["one", "several"])
+def test_the_page_that_vllm_serves_has_each_metric_once(block, servers, tmp_path, monkeypatch):
+    from fastapi import FastAPI
+    from prometheus_client import multiprocess
+    from starlette.testclient import TestClient
+    from vllm.entrypoints.serve.instrumentator import metrics as vllm_page
+
+    registry = CollectorRegistry()
+    if servers == "several":
+        monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
+        multiprocess.MultiProcessCollector(registry)
+        other = "from prometheus_client import Counter as C; C('http_requests', '').inc(3); C('vllm_own', '').inc(3)"
+        subprocess.run([sys.executable, "-c", other], check=True, timeout=60)
+    else:
+        monkeypatch.delenv("PROMETHEUS_MULTIPROC_DIR", raising=False)
+        Counter("vllm_own", "of vLLM", registry=registry).inc(3)
+    collector = _collector(block)
+    monkeypatch.setattr(vllm_page, "get_prometheus_registry", with_collector(lambda: registry, collector))
+    app = FastAPI()
+    with_page(vllm_page.attach_router, collector)(app)
+    client = TestClient(app)
+    for tokens, path in ((1234, "/metrics"), (1235, "/metrics/")):
+        block.set(Word.ROLLOUT_TOKENS, tokens)
+        answer = client.get(path, follow_redirects=False)
+        assert answer.status_code == 200
+        families = [f.name for f in text_string_to_metric_families(answer.text)]
+        assert len(families) == len(set(families))
+        assert set(_families(block)) | {"vllm_own"} <= set(families)
+        assert f"coserve_rollout_tokens_total {tokens}.0\n" in answer.text and "vllm_own_total 3.0\n" in answer.text
+
+
+def test_pages_of_no_known_owner_are_missing_from_the_sum(block):
+    block.owners[0] = 9
+    samples = _samples(_one_process_registry(block)())
+    assert sum(v for (name, _), v in samples.items() if name == "coserve_pages") == 15
 
 
 def _names(text):

@@ -5,24 +5,30 @@ They are not counted a second time by each process, so one API server and severa
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, make_asgi_app
 from prometheus_client.metrics_core import (
     CounterMetricFamily,
     GaugeMetricFamily,
     HistogramMetricFamily,
     Metric,
 )
+from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
+from starlette.routing import Mount
 
 from vllm_coserve.api.context import Context
 from vllm_coserve.control.block import LATENCY_BOUNDS_S, ControlBlock, Histogram
 from vllm_coserve.control.words import Word
 from vllm_coserve.memory.ledger import Owner
 from vllm_coserve.policy.memory import MemoryConfig, headroom_pages
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
 
 _STATES = ("starting", "active", "deactivating", "deactivated")
 
@@ -93,7 +99,8 @@ class CoserveCollector(Collector):
 
     def _pages(self) -> Iterator[Metric]:
         block = self._block
-        owned = [int(np.count_nonzero(block.owners == o)) for o in Owner]
+        # One pass: a page that changes hands meanwhile is counted once, so that the sum is the pool's size.
+        owned = np.bincount(block.owners, minlength=len(Owner)).tolist()
         cached = min(block.get(Word.SERVING_CACHED_PAGES), owned[Owner.SERVING])
         pages = GaugeMetricFamily("coserve_pages", "Pages of the pool by owner and state", labels=["owner", "state"])
         pages.add_metric(["free", "clean"], owned[Owner.FREE_CLEAN])
@@ -158,3 +165,25 @@ def with_collector(original: Callable[[], CollectorRegistry], collector: Collect
         return registry
 
     return get_prometheus_registry
+
+
+def with_page(original: Callable[[FastAPI], None], collector: Collector) -> Any:
+    """Wrap vLLM's `attach_router`: where several API servers share one page, give it the collector too.
+
+    There the instrumentator answers /metrics from a registry that it makes at each scrape and that nobody can add to.
+    vLLM's own one behind it would not do: it has the instrumentator's metrics twice.
+    """
+
+    def attach_router(app: FastAPI) -> None:
+        original(app)
+        if "PROMETHEUS_MULTIPROC_DIR" not in os.environ:
+            return
+        registry = CollectorRegistry()
+        MultiProcessCollector(registry)
+        registry.register(collector)
+        page = next(r for r in app.routes if isinstance(r, Mount) and r.path == "/metrics")
+        page.app = make_asgi_app(registry=registry)
+        app.routes.remove(page)
+        app.routes.insert(0, page)  # before the instrumentator's route
+
+    return attach_router
