@@ -81,7 +81,7 @@ class RolloutEngine(BaseModel):
 
     running: int
     waiting: int
-    tokens: int = Field(description="tokens generated since its start")
+    tokens: int = Field(description="tokens generated since the pair was started")
     steps: int
     stalled_requests: int
     prefix_query_tokens: int = Field(description="prompt tokens looked up in its prefix cache")

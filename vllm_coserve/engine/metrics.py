@@ -151,6 +151,7 @@ def install_metrics(context: Context, block: ControlBlock) -> None:
 
     collector = CoserveCollector(context.config.headroom, block, sidecar_state)
     patch("metrics_registry", lambda original: with_collector(original, collector))
+    patch("metrics_page", lambda original: with_page(original, collector))
 
 
 def with_collector(original: Callable[[], CollectorRegistry], collector: Collector) -> Any:

@@ -99,6 +99,12 @@ SEAMS: dict[str, Seam] = {
         (),
         "adds the pair's metrics to /metrics, with one API server and with several",
     ),
+    "metrics_page": Seam(
+        "vllm.entrypoints.serve.instrumentator.metrics",
+        "attach_router",
+        ("app",),
+        "gives /metrics of several API servers the pair's metrics too",
+    ),
     **{
         f"max_tokens_{name}": Seam(
             f"vllm.entrypoints.{module}.serving",
