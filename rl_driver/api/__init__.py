@@ -1,0 +1,1 @@
+"""Records and messages of the driver."""
