@@ -1,6 +1,6 @@
 """The experiments of ROSE's co-serving executor (Tables 2, 4, 5 and Figure 9) on one device core, in one run.
 
-    python -m tests.bench.coserve --trace azure-llm-2023-conv.csv [--seconds 40] [--rows dual,static,...]
+    python -m tests.bench.coserve --trace azure-llm-2023-conv.csv [--seconds 50] [--rows dual,static,...]
 
 SLO: `--slo-factor` x P99 of serving alone at density 1. Rollouts are agents of several turns (tests/bench/turns.py).
 harvest_efficiency = rollout tokens/s beside serving / (tokens/s alone x share of the device that serving alone leaves
@@ -234,7 +234,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Options."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--trace", type=Path, help="arrivals in the Azure CSV format (default: the bursty generator)")
-    p.add_argument("--seconds", type=float, default=40.0, help="length of a phase (%(default)s)")
+    p.add_argument("--seconds", type=float, default=50.0, help="length of a phase (%(default)s)")
     p.add_argument("--rate", type=float, default=4.0, help="serving requests per second at density 1 (%(default)s)")
     p.add_argument("--rollouts", type=int, default=40, help="trajectories at a time (%(default)s)")
     p.add_argument("--pool-gib", type=float, default=0.125, help="shared page pool (%(default)s)")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -12,7 +13,7 @@ import pytest
 import requests
 
 from tests.bench.machine import PARTS, leftovers
-from tests.scenario.harness import RolloutLoad, RunningPair, greedy_gap, prompt, start_pair, wait_for
+from tests.scenario.harness import RolloutLoad, RunningPair, bearer, greedy_gap, prompt, start_pair, wait_for
 
 pytestmark = [pytest.mark.scenario, pytest.mark.timeout(400)]
 
@@ -108,10 +109,17 @@ def test_a_request_larger_than_the_budget_and_sigterm(models: tuple[Path, Path],
         ends_without_a_trace(running, "API server", signal.SIGTERM, before)
 
 
-def test_sigkill_of_servings_engine_core_leaves_nothing(models: tuple[Path, Path], tmp_path: Path) -> None:
+def test_several_api_servers_and_sigkill_of_servings_engine_core(models: tuple[Path, Path], tmp_path: Path) -> None:
     before = leftovers()
-    with start_pair(models, tmp_path / "pair.log", ["--coserve-pool-gib=0.0625", "--api-key=sesame"]) as running:
+    flags = ["--coserve-pool-gib=0.0625", "--api-key=sesame", "--api-server-count=2"]
+    with start_pair(models, tmp_path / "pair.log", flags) as running:
         assert running.complete(True, prompt(3, 16), 8)["finish_reason"] == "length"
+        assert running.complete(False, prompt(3, 16), 8)["finish_reason"] == "length"
+        for url in (running.pair.serving_url, running.pair.rollout_url):
+            for _ in range(4):  # whichever server answers
+                page = requests.get(f"{url}/metrics", headers=bearer(), timeout=10).text
+                assert "coserve_pool_pages 32.0" in page and "vllm:num_requests_running" in page
+                assert re.search(r"^coserve_rollout_tokens_total ([1-9]\d*)\.0$", page, re.MULTILINE)
         ends_without_a_trace(running, "EngineCore", signal.SIGKILL, before)
 
 

@@ -100,6 +100,16 @@ def test_short_gaps_are_saved_up_but_no_user_waits_for_more_than_two():
     assert slacks[1] == slacks[2] <= 2 * 0.05
 
 
+def test_an_answer_first_saves_up_for_one_prefill_of_another():
+    def slack(decoding, interruption_s):
+        return _slack(ServingFacts(10.0, (), (decoding,), 1, 100, interruption_s), tpot_s=0.05, policy="tpot").seconds
+
+    fresh, saved = Decoding(10.0, 10.0, 1), Decoding(9.97, 10.0, 4)
+    assert slack(fresh, 0.02) == pytest.approx(slack(fresh, 0.0) - 0.02)
+    assert slack(fresh, 9.0) == pytest.approx(slack(fresh, 0.0) - 0.05), "never more than one gap"
+    assert slack(saved, 0.02) > slack(fresh, 0.0), "who has saved lends as before"
+
+
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.floats(0.0, 0.2), min_size=1, max_size=40), st.floats(0.01, 0.2))
 def test_whoever_waits_for_the_slack_keeps_the_mean(held_up_s, tpot_s):

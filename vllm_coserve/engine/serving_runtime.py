@@ -33,6 +33,7 @@ _TICK_S = 0.02
 _CLEAN_PER_TICK = 16
 _MAX_PREFILLS_SEEN = 64
 _TPOT_SPEND_MAX, _TPOT_SPEND_MIN = 0.75, 0.2
+_INTERRUPTION_WEIGHT = 0.05
 _TPOT_MET_SHARE = 0.95  # of the SLO, seen here: users also wait for detokenising and HTTP
 
 
@@ -56,6 +57,7 @@ class ServingRuntime(CoreRuntime):
         self._memory_config = MemoryConfig(headroom_fraction=self.config.headroom, mode=self.config.memory)
         self._memory = MemoryPolicy(self._memory_config, block.pool_pages)
         self._decoding: dict[str, Decoding] = {}
+        self._interruption_s = 0.0  # moving average of what prefills add to a step
         self._tpot_spend = SpendController(_TPOT_SPEND_MAX, _TPOT_SPEND_MIN)
         self._release_wanted = 0  # cached pages that the policy wants back from serving
         self._reclaim_since_ns = 0  # when the reclaim that is under way was asked for
@@ -162,11 +164,15 @@ class ServingRuntime(CoreRuntime):
                 break
             left = request.num_tokens - request.num_computed_tokens
             prefills.append(PendingPrefill(request.arrival_time + to_monotonic, left, request.num_computed_tokens))
-        return ServingFacts(now_s, tuple(prefills), tuple(decodes), len(decodes), context)
+        return ServingFacts(now_s, tuple(prefills), tuple(decodes), len(decodes), context, self._interruption_s)
 
     def after_schedule(self, scheduler_output: Any) -> None:
         super().after_schedule(scheduler_output)
         self._overlapped = bool(self.block.get(Word.ROLLOUT_ACTIVE))
+        shape = self.clock.shape
+        if shape is not None and shape.prefill_tokens:
+            prefill_s = self.clock.model.prefill_work_s(shape.prefill_tokens, shape.prefill_context_tokens)
+            self._interruption_s += _INTERRUPTION_WEIGHT * (prefill_s - self._interruption_s)
 
     def after_device(self, scheduler_output: Any) -> None:
         """The worker has answered; the step's tokens go out next."""

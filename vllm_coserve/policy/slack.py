@@ -46,6 +46,7 @@ class ServingFacts:
     decodes: tuple[Decoding, ...]  # as far as known; a request without a token yet is not among them
     decode_requests: int
     decode_context_tokens: int
+    interruption_s: float = 0.0  # what the prefill of another request typically adds to a step
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,8 +115,9 @@ def _tpot_slack(facts: ServingFacts, slo: Slo, model: LatencyModel, chunk_tokens
 
     A gap may be as long as the step itself and the share `spend` of what the budget leaves beside it. A request whose
     gaps were longer so far (prefills of others came between) is caught up with: it lends nothing until its mean is back
-    within that. One whose gaps were shorter may wait longer, up to two such gaps at a time. The step that gives the
-    next tokens also computes the prefill chunk that is scheduled with them.
+    within that. One whose gaps were shorter may wait longer, up to two such gaps at a time. And it first saves up for
+    one prefill of another request: a short answer that is held up near its end could not be caught up with. The step
+    that gives the next tokens also computes the prefill chunk that is scheduled with them.
     """
     if slo.tpot_s is None:
         return Slack(-math.inf, "no_slo")
@@ -128,8 +130,9 @@ def _tpot_slack(facts: ServingFacts, slo: Slo, model: LatencyModel, chunk_tokens
         pairs += n * p.context_tokens + n * n // 2
     step_s = model.predict_s(StepShape(tokens, pairs, facts.decode_requests, facts.decode_context_tokens))
     gap_s = step_s + spend * max(0.0, slo.tpot_s - step_s)
+    saved_s = min(facts.interruption_s, slo.tpot_s)
     due_s = min(
-        (min(d.first_s + d.tokens * gap_s, d.last_s + _LONGEST_GAP * gap_s) for d in facts.decodes),
+        (min(d.first_s + d.tokens * gap_s - saved_s, d.last_s + _LONGEST_GAP * gap_s) for d in facts.decodes),
         default=facts.now_s + gap_s,
     )
     return Slack(due_s - step_s - facts.now_s, "tpot")

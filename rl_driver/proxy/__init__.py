@@ -1,0 +1,1 @@
+"""The rollout proxy: one endpoint over dedicated and borrowed engines."""
