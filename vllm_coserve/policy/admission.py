@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from vllm_coserve.policy.slack import Slo
 
-_GUARD_MIN_S = 0.002
+_GUARD_S = 0.002
 _IDLE_SHARE_OF_TTFT = 0.25
 
 
@@ -35,9 +35,9 @@ class Denial:
     reason: str
 
 
-def guard_s(offer: RolloutOffer, handover_s: float) -> float:
-    """Slack that is left alone: 2 ms or a third of a rollout decode step, and the hand-over."""
-    return max(_GUARD_MIN_S, offer.decode_step_s / 3) + max(0.0, handover_s)
+def guard_s(handover_s: float) -> float:
+    """Slack that is left alone: 2 ms and the hand-over. What a step may cost beyond its estimate is in the margin."""
+    return _GUARD_S + max(0.0, handover_s)
 
 
 def admit(
@@ -57,7 +57,7 @@ def admit(
     """
     if not (offer.decode_requests or offer.prefill_tokens):
         return Denial("no_work")
-    usable_s = slack_s - guard_s(offer, handover_s)
+    usable_s = slack_s - guard_s(handover_s)
     decode_s = offer.decode_step_s * margin
     if not decode_s <= usable_s:  # NaN is denied too
         return Denial("slack")
