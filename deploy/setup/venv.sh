@@ -79,7 +79,7 @@ install_vllm_name() {
     local folder
     folder=$(mktemp -d "$PWD/.cache/vllm-name.XXXXXX")
     printf 'from setuptools import setup\nsetup(name="vllm", version="%s+cpu", packages=[], py_modules=[])\n' "$vllm" >"$folder/setup.py"
-    install --no-build-isolation --no-index "$folder"
+    install --use-pep517 --no-build-isolation --no-index "$folder"
     rm -rf "$folder"
 }
 

@@ -51,7 +51,7 @@ class Killer:
 
     async def kill_once(self, part: str) -> dict[str, Any]:
         """Kill one process of the sidecar at a random moment; returns when it is back."""
-        await self._until_generating()
+        await self.until_generating()
         await asyncio.sleep(self._rng.uniform(0.0, 4.0))
         pid, block = machine.processes(self._pair, rollout=True)[part], self._block
         generation = block.get(Word.GENERATION)
@@ -62,7 +62,7 @@ class Killer:
             await asyncio.sleep(0.001)
         usable_s = time.monotonic() - killed_s
         leaked = int(np.count_nonzero(block.owners == Owner.ROLLOUT)) if block.get(Word.GENERATION) == generation else 0
-        await self._until_generating()
+        await self.until_generating()
         return {
             "part": part,
             "pages_held": held,
@@ -71,7 +71,8 @@ class Killer:
             "back_s": time.monotonic() - killed_s,
         }
 
-    async def _until_generating(self) -> None:
+    async def until_generating(self) -> None:
+        """Wait, with a bound, until the rollout engine makes tokens."""
         tokens, deadline = self._load.totals.tokens, time.monotonic() + _BACK_BOUND_S
         while self._load.totals.tokens < tokens + 50:
             if time.monotonic() > deadline:
@@ -143,7 +144,7 @@ def part_stops(o: argparse.Namespace, slo_flags: list[str], slo: dict[str, float
 
             async def work(load: TurnLoad, part: str = part) -> int:
                 killer = Killer(pair, machine.control_block(pair), load, o.seed)
-                await killer._until_generating()
+                await killer.until_generating()
                 await asyncio.sleep(1.0)
                 pid = None if part == "none" else machine.processes(pair, rollout=True)[part]
                 if pid:
@@ -152,7 +153,7 @@ def part_stops(o: argparse.Namespace, slo_flags: list[str], slo: dict[str, float
                 if pid:
                     with contextlib.suppress(ProcessLookupError):  # the supervisor may have ended it meanwhile
                         os.kill(pid, signal.SIGCONT)
-                await killer._until_generating()
+                await killer.until_generating()
                 return pair.status()["generation"]
 
             served, generation = asyncio.run(_under_load(pair, o, work))

@@ -16,8 +16,10 @@ from vllm_coserve.demo.servers import Pair, cmdline, descendants, running_pair
 
 OUT = Path("out") / "bench"
 PARTS = ("API server", "EngineCore", "Worker")
-COMMON = "--enforce-eager --max-model-len 1024 --max-num-seqs 48 --block-size 32 --disable-uvicorn-access-log"
-_ROLLOUT = f"{COMMON} --served-model-name rollout --stream-interval 4 --max-num-batched-tokens 1024"
+_ENGINE = "--enforce-eager --max-model-len 1024 --block-size 32 --disable-uvicorn-access-log"
+COMMON = f"{_ENGINE} --max-num-seqs 48"
+# 16 sequences at a time: beyond that a decode step is longer than the slack between two tokens of serving's users.
+_ROLLOUT = f"{_ENGINE} --max-num-seqs 16 --served-model-name rollout --stream-interval 4 --max-num-batched-tokens 1024"
 
 
 def arrivals(trace: Path | None, seconds: float, rate_per_s: float, seed: int = 0) -> list[Arrival]:

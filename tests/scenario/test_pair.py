@@ -43,10 +43,16 @@ def test_burst_takes_pages_from_a_generating_rollout_engine(pair: RunningPair) -
     assert all(c["stop_reason"] == "coserve:reclaimed" for c in aborted)
     kept = [(p, c) for p, c in load.done if len(c["token_ids"]) > 8][:4]
     assert kept, "some rollouts must have made progress"
+    budget_is_back(pair)
     for p, choice in served[:2]:
         assert greedy_gap(pair, False, p, choice) <= BF16_TIE_NATS
     for p, choice in kept:
         assert greedy_gap(pair, True, p, choice) <= BF16_TIE_NATS
+
+
+def budget_is_back(pair: RunningPair) -> None:
+    """After a burst the budget is small for a while, and requests larger than it get 413."""
+    wait_for("the budget grows again", lambda: pair.coserve("GET", "status")["pages"]["budget"] >= 15, 60)
 
 
 def test_sidecar_api(pair: RunningPair) -> None:

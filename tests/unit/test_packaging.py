@@ -74,7 +74,7 @@ def test_set_up_names_no_host_and_no_path_of_one_machine(path: Path):
 
 
 def test_base_requirements_are_light():
-    assert extras()[""] == {"msgspec", "numpy", "pydantic>=2", "prometheus-client"}
+    assert extras()[""] == {"msgspec", "numpy", "pydantic>=2", "prometheus-client", "rich"}
 
 
 def test_extras_bring_the_engines_and_the_tools():
@@ -83,7 +83,7 @@ def test_extras_bring_the_engines_and_the_tools():
     assert declared["cuda"] == {"vllm==0.32.0", "cuda-python"}
     assert declared["rl"] == {"ray", "mooncake-transfer-engine"}
     assert declared["demo"] == {"aiohttp", "matplotlib"}
-    assert declared["dev"] >= {"pytest", "pytest-timeout", "hypothesis", "ruff", "import-linter", "matplotlib"}
+    assert declared["dev"] >= {"pytest", "pytest-timeout", "hypothesis", "schemathesis", "ruff", "import-linter"}
 
 
 def test_version_is_the_one_of_the_package():

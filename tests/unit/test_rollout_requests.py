@@ -85,6 +85,7 @@ def test_requests_larger_than_the_budget_are_refused_with_413(block):
     block.set(Word.KV_BLOCK_BYTES, 128 << 10)
     block.set(Word.KV_BLOCK_TOKENS, 32)
     block.set(Word.BUDGET_PAGES, 3)
+    block.set(Word.ACTIVE_WANTED, 1)
     guarded = refuse_larger_than_budget(lambda longest, asked, n, *a, **k: min(longest - n, asked or 10**9), block)
     assert pages_needed(block, 32) == 2
     assert guarded(1024, 100, 200) == 100
@@ -93,6 +94,8 @@ def test_requests_larger_than_the_budget_are_refused_with_413(block):
         with pytest.raises(exceptions.GracefulHTTPError, match="rollout budget is 3 pages") as refused:
             guarded(2048, asked, prompt)
         assert refused.value.http_status == HTTPStatus.REQUEST_ENTITY_TOO_LARGE
+    block.set(Word.ACTIVE_WANTED, 0)
+    assert guarded(2048, 900, 200) == 900, "a deactivated engine answers with its own reason"
 
 
 def test_cache_salts_change_with_the_weights_and_keep_the_users():

@@ -22,7 +22,7 @@ from vllm_coserve.engine.preflight import (
     pool_size_pages,
     preflight,
 )
-from vllm_coserve.engine.seams import patch
+from vllm_coserve.engine.seams import original, patch
 from vllm_coserve.engine.supervisor import EXIT_CONFIGURATION, Supervisor
 
 _CHOICES = {
@@ -49,9 +49,9 @@ def install_flags() -> None:
     patch("serve_cmd", _with_pair)
 
 
-def _with_flags(original: Any) -> Any:
+def _with_flags(genuine: Any) -> Any:
     def add_cli_args(parser: Any) -> Any:
-        parser = original(parser)
+        parser = genuine(parser)
         group = parser.add_argument_group(
             title="Co-serving",
             description="Lend this server's idle compute and KV memory to a second model (vllm-coserve).",
@@ -77,32 +77,34 @@ def _with_flags(original: Any) -> Any:
     return add_cli_args
 
 
-def _with_pair(original: Any) -> Any:
-    def cmd(args: argparse.Namespace) -> None:
-        given = {n: getattr(args, f"coserve_{n}", None) for n in CoserveConfig.model_fields}
-        given = {n: v for n, v in given.items() if v is not None}
-        from vllm_coserve.api.context import current_context
+def _with_pair(genuine: Any) -> Any:
+    return serve
 
-        if current_context() is not None and "rollout" not in given:
-            return original(args)  # this is the sidecar itself
-        if not given:
-            return original(args)
-        try:
-            if "rollout" not in given:
-                raise ConfigurationError(
-                    f"{flag_of(next(iter(given)))} needs --coserve-rollout ROLLOUT_MODEL beside it"
-                )
-            with socket_folder() as folder:
-                if folder is not None and "VLLM_RPC_BASE_PATH" not in os.environ:
-                    os.environ["VLLM_RPC_BASE_PATH"] = str(folder)
-                with pair(args, parse_config(given)):
-                    original(args)
-        except CoserveError as exc:
-            print(f"vllm serve: error: {exc}", file=sys.stderr)
-            sys.exit(EXIT_CONFIGURATION)
-        return None
 
-    return cmd
+def serve(args: argparse.Namespace) -> None:
+    """`vllm serve`: as it was, or with a rollout engine beside it.
+
+    A function of this module, because vLLM pickles it with the arguments for its further API servers.
+    """
+    from vllm_coserve.api.context import current_context
+
+    vllm_serve = original("serve_cmd")
+    given = {n: getattr(args, f"coserve_{n}", None) for n in CoserveConfig.model_fields}
+    given = {n: v for n, v in given.items() if v is not None}
+    if not given or (current_context() is not None and "rollout" not in given):
+        return vllm_serve(args)  # plain vLLM, or the sidecar itself
+    try:
+        if "rollout" not in given:
+            raise ConfigurationError(f"{flag_of(next(iter(given)))} needs --coserve-rollout ROLLOUT_MODEL beside it")
+        with socket_folder() as folder:
+            if folder is not None and "VLLM_RPC_BASE_PATH" not in os.environ:
+                os.environ["VLLM_RPC_BASE_PATH"] = str(folder)
+            with pair(args, parse_config(given)):
+                vllm_serve(args)
+    except CoserveError as exc:
+        print(f"vllm serve: error: {exc}", file=sys.stderr)
+        sys.exit(EXIT_CONFIGURATION)
+    return None
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import defaultdict
 from collections.abc import Iterable
@@ -54,7 +55,9 @@ class Endings:
             outputs = [EngineCoreOutput(i, [], finish_reason=FinishReason.ABORT, stop_reason=reason) for i in ids]
             core.output_queue.put_nowait((client, EngineCoreOutputs(finished_requests=set(ids), outputs=outputs)))
         self._block.add(_COUNTERS[reason], len(ended))
-        logger.info("coserve: ended %d rollout requests: %s", len(ended), reason)
+        # A deactivated engine says so once; clients that try again and again are only counted.
+        level = logging.DEBUG if reason == REASON_DEACTIVATED else logging.INFO
+        logger.log(level, "coserve: ended %d rollout requests: %s", len(ended), reason)
 
     def restart_clocks(self) -> None:
         """No step may run now, and that is nobody's stall."""

@@ -29,7 +29,7 @@ def refuse_larger_than_budget(original: Any, block: ControlBlock) -> Any:
         allowed = original(max_model_len, max_tokens, input_length, *args, **kwargs)
         tokens = input_length + (1 if max_tokens is None else min(allowed, max_tokens))
         needed, budget = pages_needed(block, tokens), block.get(Word.BUDGET_PAGES)
-        if needed > budget:
+        if needed > budget and block.get(Word.ACTIVE_WANTED):  # a deactivated engine answers with its own reason
             from vllm.exceptions import GracefulHTTPError
 
             raise GracefulHTTPError(

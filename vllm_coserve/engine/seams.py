@@ -197,6 +197,11 @@ def patch(key: str, make: Callable[[Any], Any]) -> None:
     setattr(owner, name, replacement)
 
 
+def original(key: str) -> Any:
+    """What a patched seam was before. Raises KeyError for one that is not patched in this process."""
+    return _originals[key]
+
+
 def add_method(key: str, name: str, function: Callable[..., Any]) -> None:
     """Give the class of a seam a method of ours.
 
