@@ -11,7 +11,7 @@ from vllm_coserve.policy.feedback import SpendController
 
 @given(st.lists(st.booleans(), max_size=300))
 def test_the_share_stays_within_its_bounds(outcomes):
-    controller = SpendController(0.8, 0.2)
+    controller = SpendController(0.2, 0.5, 0.8)
     for met in outcomes:
         before = controller.spend
         controller.observe(met)
@@ -22,7 +22,7 @@ def test_the_share_stays_within_its_bounds(outcomes):
 @pytest.mark.parametrize("most", [0.45, 0.6])
 def test_it_rests_where_few_requests_miss(most):
     """A machine on which requests miss ever more often above a share of `most`."""
-    rng, controller = random.Random(1), SpendController(0.9, 0.1)
+    rng, controller = random.Random(1), SpendController(0.1, 0.9, 0.9)
     missed = []
     for _ in range(20_000):
         met = rng.random() > max(0.0, controller.spend - most) * 2
@@ -34,6 +34,6 @@ def test_it_rests_where_few_requests_miss(most):
 
 def test_bad_bounds_are_refused():
     with pytest.raises(ValueError):
-        SpendController(0.2, 0.5)
+        SpendController(0.5, 0.4, 0.6)
     with pytest.raises(ValueError):
-        SpendController(0.5, 0.2, up=0.0)
+        SpendController(0.2, 0.4, 0.6, up=0.0)

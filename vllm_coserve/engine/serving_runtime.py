@@ -32,7 +32,7 @@ _DEBT_KILL_S = 1.0  # a rollout engine that owes pages for so long is killed; it
 _TICK_S = 0.02
 _CLEAN_PER_TICK = 16
 _MAX_PREFILLS_SEEN = 64
-_TPOT_SPEND_MAX, _TPOT_SPEND_MIN = 0.75, 0.2
+_TPOT_SPEND = 0.2, 0.62, 0.8  # lowest, at the start, highest
 _INTERRUPTION_WEIGHT = 0.05
 _TPOT_MET_SHARE = 0.95  # of the SLO, seen here: users also wait for detokenising and HTTP
 
@@ -58,7 +58,7 @@ class ServingRuntime(CoreRuntime):
         self._memory = MemoryPolicy(self._memory_config, block.pool_pages)
         self._decoding: dict[str, Decoding] = {}
         self._interruption_s = 0.0  # moving average of what prefills add to a step
-        self._tpot_spend = SpendController(_TPOT_SPEND_MAX, _TPOT_SPEND_MIN)
+        self._tpot_spend = SpendController(*_TPOT_SPEND)
         self._release_wanted = 0  # cached pages that the policy wants back from serving
         self._reclaim_since_ns = 0  # when the reclaim that is under way was asked for
         self._reclaim_from = 0  # pages the rollout held then

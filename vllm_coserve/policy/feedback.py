@@ -12,12 +12,12 @@ class SpendController:
     programs on the machine.
     """
 
-    def __init__(self, highest: float, lowest: float, *, up: float = 0.0004, down: float = 0.08) -> None:
-        """Start at `highest`; with the default steps, one request in 201 misses at rest."""
-        if not (0 <= lowest <= highest <= 1 and up > 0 and down > 0):
-            raise ValueError(f"want 0 <= lowest <= highest <= 1 and positive steps: {lowest}, {highest}, {up}, {down}")
+    def __init__(self, lowest: float, start: float, highest: float, *, up: float = 0.0004, down: float = 0.08) -> None:
+        """With the default steps, one request in 201 misses at rest."""
+        if not (0 <= lowest <= start <= highest <= 1 and up > 0 and down > 0):
+            raise ValueError(f"want 0 <= {lowest} <= {start} <= {highest} <= 1 and positive steps: {up}, {down}")
         self._highest, self._lowest, self._up, self._down = highest, lowest, up, down
-        self.spend = highest
+        self.spend = start
 
     def observe(self, met: bool) -> None:
         """A request has ended; `met`: within the budget."""
