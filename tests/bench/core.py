@@ -4,8 +4,10 @@
 
 - pages: map, unmap and zero of 2 MiB pages against memset and memcpy of as much memory
 - gate: one-way hand-over between two processes, with an idle and a busy host core
-- reclaim: 1, 16 and 256 pages taken back from an engine that generates
+- reclaim: 1, 16 and 256 pages taken back from an engine that generates, and what bursts of serving prompts take back
 - overhead: TPOT with the plugin and an idle rollout against plain vLLM, batch 1, 8 and 32
+
+What the finished parts gave is written also when a later one fails.
 """
 
 from __future__ import annotations
@@ -28,26 +30,30 @@ from vllm_coserve.control.block import WHO_ROLLOUT, ControlBlock
 from vllm_coserve.control.gate import RolloutGate, ServingGate
 from vllm_coserve.control.words import Bell, Word
 from vllm_coserve.demo.load import Served, stream_one
-from vllm_coserve.demo.models import ROLLOUT_SPEC
+from vllm_coserve.demo.models import ROLLOUT_SPEC, SERVING_SPEC
 from vllm_coserve.demo.phases import percentile
+from vllm_coserve.demo.servers import Pair
 from vllm_coserve.memory.host import HostDriver, PoolEraser, create_pool
 from vllm_coserve.memory.ledger import Owner
 
 _PAGE = 2 << 20
 _RUNS = (1, 16, 256)
 _RECLAIMS = {1: 30, 16: 15, 256: 5}  # pages -> how often
-_RECLAIM_POOL_GIB = 1.0
+_BURSTS = {1: 6, 16: 5, 256: 2}  # pages that serving lacks -> how often
+_RECLAIM_POOL_GIB = 1.2
 _LONG_PROMPT_TOKENS = 960
+_BURST_CONTEXT_TOKENS, _STEP_TOKENS = 4096, 1024
 
 
-def _us(samples_ns: Sequence[int], per: int = 1) -> dict[str, float]:
+def _us(samples_ns: Sequence[int], per: int = 1) -> dict[str, float | None]:
     values = [s / 1e3 / per for s in samples_ns]
-    return {"p50_us": percentile(values, 50), "p99_us": percentile(values, 99)}
+    p50, p99 = (percentile(values, q) if values else None for q in (50, 99))
+    return {"p50_us": p50, "p99_us": p99}
 
 
-def _timed(call: Callable[[], Any]) -> int:
+def _timed(call: Callable[..., Any], *args: Any) -> int:
     start = time.perf_counter_ns()
-    call()
+    call(*args)
     return time.perf_counter_ns() - start
 
 
@@ -55,25 +61,35 @@ def _timed(call: Callable[[], Any]) -> int:
 
 
 def pages(rounds: int) -> dict[str, Any]:
-    """Per page, for runs of neighbouring pages; operations alternate within each repetition."""
+    """Per page, for runs of neighbouring pages; operations alternate within each repetition.
+
+    `touch` is the first write to all of what was mapped, page faults included: an engine pays for it, and unmapping
+    costs more after it.
+    """
     count = max(_RUNS)
     fd = create_pool(count, _PAGE)
     driver, eraser = HostDriver(fd, count, _PAGE), PoolEraser(fd, count, _PAGE)
     source, target = (ctypes.create_string_buffer(_PAGE) for _ in range(2))
+    own = ("map", "touch", "unmap", "zero")
     out: dict[str, Any] = {}
     for run in _RUNS:
-        samples: dict[str, list[int]] = {k: [] for k in ("map", "unmap", "zero", "memset", "memcpy")}
-        for _ in range(rounds * max(20, 200 // run)):
-            samples["map"].append(_timed(lambda run=run: driver.map_run(0, 0, run)))
-            for page in range(run):  # an engine touches what it maps
-                ctypes.memset(driver.address + page * _PAGE, 1, 64)
-            samples["unmap"].append(_timed(lambda run=run: driver.unmap_run(0, run)))
-            samples["zero"].append(_timed(lambda run=run: eraser.zero(0, run)))
-            samples["memset"].append(_timed(lambda: ctypes.memset(target, 0, _PAGE)))
-            samples["memcpy"].append(_timed(lambda: ctypes.memmove(target, source, _PAGE)))
-        each = {k: _us(v, run if k in ("map", "unmap", "zero") else 1) for k, v in samples.items()}
-        for name in ("map", "unmap", "zero"):
-            each[name]["ratio_to_memset"] = each[name]["p50_us"] / each["memset"]["p50_us"]
+        samples: dict[str, list[int]] = {k: [] for k in (*own, "memset", "memcpy")}
+        for repetition in range(-1, rounds * max(20, 200 // run)):
+            took = {
+                "map": _timed(driver.map_run, 0, 0, run),
+                "touch": _timed(ctypes.memset, driver.address, 1, run * _PAGE),
+                "unmap": _timed(driver.unmap_run, 0, run),
+                "zero": _timed(eraser.zero, 0, run),
+                "memset": _timed(ctypes.memset, target, 0, _PAGE),
+                "memcpy": _timed(ctypes.memmove, target, source, _PAGE),
+            }
+            if repetition >= 0:  # the one before faults the buffers and the eraser's mapping in
+                for name, ns in took.items():
+                    samples[name].append(ns)
+        each = {k: _us(v, run if k in own else 1) for k, v in samples.items()}
+        for name in own:
+            for other in ("memset", "memcpy"):
+                each[name][f"ratio_to_{other}"] = each[name]["p50_us"] / each[other]["p50_us"]
         out[str(run)] = each
     driver.close()
     eraser.close()
@@ -96,7 +112,19 @@ def _rollout_side(fd: int, core: int) -> None:
                 pass
             end_ns = time.monotonic_ns()
             gate.leave()
-            block.record_turn(WHO_ROLLOUT, start_ns, end_ns, 1)
+            block.record_turn(WHO_ROLLOUT, start_ns, end_ns, block.get(Word.ROLLOUT_TURN))
+
+
+def _end_of_turn_ns(block: ControlBlock, turn: int) -> int:
+    """When the rollout side ended a turn. It writes that down after it has left, with the turn in place of tokens."""
+    deadline = time.monotonic() + 5
+    while time.monotonic() < deadline:
+        last = block.turns(WHO_ROLLOUT, 1 << 60)[0]
+        for record in block.turns(WHO_ROLLOUT, max(0, last - 4))[1]:
+            if record.tokens == turn:
+                return round(record.end_s * 1e9)
+        time.sleep(0)
+    raise RuntimeError("the rollout side does not answer")
 
 
 def _spin(core: int) -> None:
@@ -121,16 +149,13 @@ def _hand_overs(turns: int, rollout_core: int, serving_core: int, busy_core: int
         gate, there, back, missed = ServingGate(block), [], [], 0
         for _ in range(turns):
             time.sleep(0.001)
-            last = block.turns(WHO_ROLLOUT, 1 << 60)[0]
             used = gate.grant(64)
             now_ns = time.monotonic_ns()
             if not used:
                 missed += 1
                 continue
             there.append(block.get(Word.ROLLOUT_STEP_SINCE_NS) - block.get(Word.GRANT_SINCE_NS))
-            while block.turns(WHO_ROLLOUT, last)[0] == last:
-                time.sleep(0)
-            back.append(now_ns - int(block.turns(WHO_ROLLOUT, last)[1][-1].end_s * 1e9))
+            back.append(now_ns - _end_of_turn_ns(block, block.get(Word.ROLLOUT_TURN)))
     finally:
         os.sched_setaffinity(0, affinity)
         block.set(Word.KILL_GENERATION, 1)
@@ -174,101 +199,167 @@ async def _keep_generating(url: str, stop: asyncio.Event) -> None:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _reclaim_once(block: ControlBlock, count: int) -> tuple[float, int]:
-    """Ask for pages as the serving engine core does; returns (ms until they are free, how many were)."""
+def _held(block: ControlBlock) -> int:
+    return int(np.count_nonzero(block.owners == Owner.ROLLOUT))
 
-    def held() -> int:
-        return int(np.count_nonzero(block.owners == Owner.ROLLOUT))
 
-    before = held()
+async def _await_held(block: ControlBlock, count: int) -> None:
+    deadline = time.monotonic() + 120
+    while _held(block) < count:
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"the rollout holds {_held(block)} pages after two minutes, not {count}")
+        await asyncio.sleep(0.2)
+    await asyncio.sleep(0.3)
+
+
+def _reclaim_once(block: ControlBlock, count: int) -> float | None:
+    """Ask for pages as the serving engine core does; ms until they are free, None when they do not all come.
+
+    The serving core lends at the same time, so it may overwrite the request, or hand the pages out again.
+    """
+    before = _held(block)
     start = time.perf_counter()
     block.set(Word.ROLLOUT_CAP_PAGES, before - count)
     block.add(Word.RECLAIM_SEQ)
     block.ring(Bell.ROLLOUT_CORE)
-    while held() > before - count and time.perf_counter() < start + 5:
+    while time.perf_counter() < start + 2:
+        if _held(block) <= before - count:
+            return 1e3 * (time.perf_counter() - start)
         time.sleep(0.00005)
-    return 1e3 * (time.perf_counter() - start), before - held()
+    return None
 
 
-async def _reclaims(url: str, block: ControlBlock) -> dict[str, Any]:
-    stop = asyncio.Event()
-    load = asyncio.create_task(_keep_generating(url, stop))
+async def _by_request(block: ControlBlock) -> dict[str, Any]:
+    """So many pages at once, whatever prompts would take: mostly prefix cache, which a lease of many turns keeps."""
     out: dict[str, Any] = {}
     for count, times in _RECLAIMS.items():
-        ms, aborts = [], block.get(Word.RECLAIM_ABORTS)
-        for _ in range(times):
-            deadline = time.monotonic() + 90
-            while np.count_nonzero(block.owners == Owner.ROLLOUT) < count + 40 and time.monotonic() < deadline:
-                await asyncio.sleep(0.2)
-            await asyncio.sleep(0.3)
-            took_ms, freed = await _reclaim_once(block, count)
-            if freed < count:
-                raise RuntimeError(f"only {freed} of {count} pages came back")
-            ms.append(took_ms)
+        ms, missed, aborts = [], 0, block.get(Word.RECLAIM_ABORTS)
+        while len(ms) < times and missed <= times:
+            await _await_held(block, count + 40)
+            took_ms = _reclaim_once(block, count)
+            if took_ms is None:
+                missed += 1
+            else:
+                ms.append(took_ms)
+        if len(ms) < times:
+            raise RuntimeError(f"{missed} requests for {count} pages were not met")
         aborted = block.get(Word.RECLAIM_ABORTS) - aborts
-        out[str(count)] = {"ms_p50": percentile(ms, 50), "ms_max": max(ms), "times": times, "aborted_requests": aborted}
+        out[str(count)] = {"ms_p50": percentile(ms, 50), "ms_max": max(ms), "times": times, "missed": missed}
+        out[str(count)]["aborted_requests"] = aborted
         print(f"reclaim of {count} pages: {out[str(count)]}", flush=True)
-    stop.set()
-    await load
     return out
 
 
+async def _burst(url: str, block: ControlBlock, count: int) -> None:
+    """Serving prompts that together need `count` pages more than there are, all of them at the same time."""
+    supply = int(np.count_nonzero(block.owners <= Owner.FREE_CLEAN)) + block.get(Word.SERVING_CACHED_PAGES)
+    tokens = (supply + count) * block.page_bytes // SERVING_SPEC.kv_bytes_per_token()
+    # Prompts are computed chunk by chunk: the first one has to generate until the last one is computed.
+    output_tokens = 32 + tokens // _STEP_TOKENS * 5 // 4
+    requests = -(-tokens // (_BURST_CONTEXT_TOKENS - output_tokens))
+    rng = np.random.default_rng(count)
+    served = [Served(0.0) for _ in range(requests)]
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=300)) as session:
+        prompts = [rng.integers(3, SERVING_SPEC.vocab, -(-tokens // requests)).tolist() for _ in served]
+        pairs = zip(prompts, served, strict=True)
+        await asyncio.gather(*(stream_one(session, url, "serving", p, output_tokens, s) for p, s in pairs))
+    if errors := [s.error for s in served if not s.ok]:
+        raise RuntimeError(f"{len(errors)} of {requests} requests of a burst failed: {errors[0]}")
+
+
+async def _by_burst(pair: Pair, block: ControlBlock) -> dict[str, Any]:
+    """What bursts take back. vLLM allocates chunk by chunk, so the policy makes few or many reclaims of one burst."""
+    out: dict[str, Any] = {}
+    for count, times in _BURSTS.items():
+        before, seen = (await asyncio.to_thread(pair.status))["reclaims"], len(block.reclaim_latencies_ms())
+        for _ in range(times):
+            await _await_held(block, count + 40)
+            await _burst(pair.serving_url, block, count)
+        after, ms = (await asyncio.to_thread(pair.status))["reclaims"], block.reclaim_latencies_ms()[seen:]
+        entry = {k: after[k] - before[k] for k in ("count", "pages", "cuts", "aborted_requests")} | {"bursts": times}
+        entry["pages_per_reclaim"] = entry["pages"] / entry["count"] if entry["count"] else None
+        entry |= {"ms_p50": percentile(ms, 50), "ms_p99": percentile(ms, 99)} if ms else {}
+        out[str(count)] = entry
+        print(f"bursts that lack {count} pages: {entry}", flush=True)
+    return out
+
+
+async def _reclaims(pair: Pair) -> dict[str, Any]:
+    stop, block = asyncio.Event(), machine.control_block(pair)
+    load = asyncio.create_task(_keep_generating(pair.rollout_url, stop))
+    try:
+        return {"by_request": await _by_request(block), "by_burst": await _by_burst(pair, block)}
+    finally:
+        stop.set()
+        await load
+
+
 def reclaim() -> dict[str, Any]:
-    """From a pair whose rollout engine generates; its prefix cache is kept, as a lease of many turns would."""
-    with machine.start(["--coserve-lease-s=600", "--coserve-headroom=0.05"], "reclaim.log", _RECLAIM_POOL_GIB) as pair:
-        return asyncio.run(_reclaims(pair.rollout_url, machine.control_block(pair)))
+    """From a pair whose rollout engine generates; serving keeps no prefix cache, so that each burst needs new pages."""
+    flags = ["--coserve-lease-s=600", "--coserve-headroom=0.05", "--no-enable-prefix-caching", "--max-num-seqs=64"]
+    flags += [f"--max-model-len={_BURST_CONTEXT_TOKENS}", f"--max-num-batched-tokens={_STEP_TOKENS}"]
+    with machine.start(flags, "reclaim.log", _RECLAIM_POOL_GIB) as pair:
+        return asyncio.run(_reclaims(pair))
+
+
+# ---- report
+
+
+def _two(part: dict[str, Any], a: str, b: str, digits: int = 1) -> str:
+    return " / ".join("–" if part.get(k) is None else f"{part[k]:.{digits}f}" for k in (a, b))
+
+
+def _pages_table(part: dict[str, Any]) -> str:
+    names = list(next(iter(part.values())))
+    rows = [[run, *(_two(each[k], "p50_us", "p99_us") for k in names)] for run, each in part.items()]
+    text = "Per 2 MiB page, P50 / P99 in us:\n\n" + results.table(["pages in a run", *names], rows)
+    own = [k for k in names if not k.startswith("mem")]
+    rows = [[run, *(_two(each[k], "ratio_to_memset", "ratio_to_memcpy", 3) for k in own)] for run, each in part.items()]
+    return text + "\nRatio to memset / memcpy of 2 MiB:\n\n" + results.table(["pages in a run", *own], rows)
+
+
+def _gate_table(part: dict[str, Any]) -> str:
+    rows = [
+        [name, *(_two(g[k], "p50_us", "p99_us", 0) for k in ("grant", "return")), f"{g['missed']} of {g['turns']}"]
+        for name, g in part.items()
+    ]
+    return "Hand-over, one way, P50 / P99 in us:\n\n" + results.table(["", "grant", "return", "missed"], rows)
+
+
+def _reclaim_table(part: dict[str, Any]) -> str:
+    rows = [[n, _two(r, "ms_p50", "ms_max"), str(r["aborted_requests"])] for n, r in part["by_request"].items()]
+    text = "Reclaim from a generating engine:\n\n" + results.table(["pages", "P50 / max ms", "requests ended"], rows)
+    rows = [
+        [n, str(r["bursts"]), _two(r, "count", "pages_per_reclaim"), _two(r, "ms_p50", "ms_p99")]
+        for n, r in part["by_burst"].items()
+    ]
+    head = ["pages that a burst lacks", "bursts", "reclaims / pages each", "P50 / P99 ms"]
+    return text + "\nReclaims by bursts of serving prompts:\n\n" + results.table(head, rows)
+
+
+def _overhead_table(part: dict[str, Any]) -> str:
+    tpot = part["tpot_ms_p50"]
+    rows = [
+        [b, f"{tpot['vllm'][b]:.2f}", f"{tpot['pair'][b]:.2f}", f"{r:.3f}"]
+        for b, r in part["ratio_pair_to_vllm"].items()
+    ]
+    return "TPOT P50 in ms:\n\n" + results.table(["batch", "plain vLLM", "pair, idle rollout", "ratio"], rows)
+
+
+_TABLES = {"pages": _pages_table, "gate": _gate_table, "reclaim": _reclaim_table, "overhead": _overhead_table}
 
 
 def markdown(result: dict[str, Any]) -> str:
     """Tables of the parts."""
-    text = ""
-    if part := result.get("pages"):
-        rows = []
-        for run, each in part.items():
-            cells = [f"{each[k]['p50_us']:.1f} / {each[k]['p99_us']:.1f}" for k in each]
-            rows.append(
-                [run, *cells, " / ".join(f"{each[k]['ratio_to_memset']:.2f}" for k in ("map", "unmap", "zero"))]
-            )
-        head = [
-            "pages in a run",
-            "map",
-            "unmap",
-            "zero",
-            "memset 2 MiB",
-            "memcpy 2 MiB",
-            "map / unmap / zero to memset",
-        ]
-        text += "Per 2 MiB page, P50 / P99 in us:\n\n" + results.table(head, rows) + "\n"
-    if part := result.get("gate"):
-        rows = [
-            [name, *(f"{g[k]['p50_us']:.0f} / {g[k]['p99_us']:.0f}" for k in ("grant", "return")), str(g["missed"])]
-            for name, g in part.items()
-        ]
-        text += (
-            "Hand-over, one way, P50 / P99 in us:\n\n"
-            + results.table(["", "grant", "return", "not taken"], rows)
-            + "\n"
-        )
-    if part := result.get("reclaim"):
-        rows = [[n, f"{r['ms_p50']:.1f} / {r['ms_max']:.1f}", str(r["aborted_requests"])] for n, r in part.items()]
-        head = ["pages", "P50 / max ms", "requests ended"]
-        text += "Reclaim from a generating engine:\n\n" + results.table(head, rows) + "\n"
-    if part := result.get("overhead"):
-        tpot = part["tpot_ms_p50"]
-        rows = [
-            [b, f"{tpot['vllm'][b]:.2f}", f"{tpot['pair'][b]:.2f}", f"{r:.3f}"]
-            for b, r in part["ratio_pair_to_vllm"].items()
-        ]
-        text += "TPOT P50 in ms:\n\n" + results.table(["batch", "plain vLLM", "pair, idle rollout", "ratio"], rows)
-    return text
+    return "\n".join(_TABLES[name](result[name]) for name in _TABLES if name in result)
 
 
 def main() -> None:
     """Run and write core.json and core.md."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--parts", default="pages,gate,reclaim,overhead")
+    p.add_argument("--parts", default="pages,gate,reclaim,overhead", help="some of %(default)s; `map` is `pages`")
     p.add_argument("--rounds", type=int, default=3)
-    p.add_argument("--out", type=Path, help="folder of the results (default: tests/bench/results)")
+    p.add_argument("--out", type=Path, help="folder or .json file of the results (default: tests/bench/results)")
     o = p.parse_args()
     parts: dict[str, Callable[[], Any]] = {
         "pages": lambda: pages(o.rounds),
@@ -276,13 +367,21 @@ def main() -> None:
         "reclaim": reclaim,
         "overhead": lambda: overhead.measure(o.rounds),
     }
-    if unknown := set(o.parts.split(",")) - parts.keys():
+    names = ["pages" if name == "map" else name for name in o.parts.split(",")]
+    if unknown := set(names) - parts.keys():
         p.error(f"--parts {','.join(sorted(unknown))}: known are {','.join(parts)}")
+    if o.rounds < 1:
+        p.error("--rounds: give 1 or more")
+    to_file = o.out is not None and o.out.suffix == ".json"
     result: dict[str, Any] = {}
-    for name in o.parts.split(","):
-        result[name] = parts[name]()
-        print(f"{name}: {result[name]}", flush=True)
-    results.write("core", result, markdown(result), o.out)
+    try:
+        for name in names:
+            result[name] = parts[name]()
+            print(f"{name}: {result[name]}", flush=True)
+    finally:
+        if result:
+            name, folder = (o.out.stem, o.out.parent) if to_file else ("core", o.out)
+            results.write(name, result, markdown(result), folder)
 
 
 if __name__ == "__main__":

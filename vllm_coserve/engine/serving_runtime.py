@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -63,6 +64,7 @@ class ServingRuntime(CoreRuntime):
         self._reclaim_since_ns = 0  # when the reclaim that is under way was asked for
         self._reclaim_from = 0  # pages the rollout held then
         self._reclaim_lock = threading.Lock()
+        self._turn_since_step = False
         self._overlapped = False
         self._unheeded_ns = -1  # the rollout's heartbeat when it left a grant unused
 
@@ -120,6 +122,8 @@ class ServingRuntime(CoreRuntime):
             chunk_tokens=self.scheduler.max_num_scheduled_tokens,
             tpot_spend=self._tpot_spend.spend,
         )
+        if slack.seconds == math.inf and self._turn_since_step:
+            return False  # no SLO bounds this wait, but serving's users still get every other step
         seconds = max(-3600.0, min(3600.0, slack.seconds))
         self.block.set(Word.SLACK_US, int(seconds * 1e6))
         margin = max(1.0, self.block.get(Word.OFFER_MARGIN_PPM) / 1e6)
@@ -133,6 +137,7 @@ class ServingRuntime(CoreRuntime):
         used = self.gate.grant(decision.chunk_tokens)
         # A rollout engine that did not react (stopped, hung) is asked again only after a sign of life.
         self._unheeded_ns = -1 if used else heartbeat_ns
+        self._turn_since_step = used
         self.block.add(Word.GRANTS if used else Word.DENIALS)
         return used
 
@@ -168,6 +173,7 @@ class ServingRuntime(CoreRuntime):
 
     def after_schedule(self, scheduler_output: Any) -> None:
         super().after_schedule(scheduler_output)
+        self._turn_since_step = False
         self._overlapped = bool(self.block.get(Word.ROLLOUT_ACTIVE))
         shape = self.clock.shape
         if shape is not None and shape.prefill_tokens:
