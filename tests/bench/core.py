@@ -305,35 +305,42 @@ def reclaim() -> dict[str, Any]:
 # ---- report
 
 
-def _two(part: dict[str, Any], a: str, b: str, digits: int = 1) -> str:
-    return " / ".join("–" if part.get(k) is None else f"{part[k]:.{digits}f}" for k in (a, b))
+def _cell(part: dict[str, Any], *keys: str, digits: int = 1) -> str:
+    return " / ".join("–" if part.get(k) is None else f"{part[k]:.{digits}f}" for k in keys)
 
 
 def _pages_table(part: dict[str, Any]) -> str:
     names = list(next(iter(part.values())))
-    rows = [[run, *(_two(each[k], "p50_us", "p99_us") for k in names)] for run, each in part.items()]
+    rows = [[run, *(_cell(each[k], "p50_us", "p99_us") for k in names)] for run, each in part.items()]
     text = "Per 2 MiB page, P50 / P99 in us:\n\n" + results.table(["pages in a run", *names], rows)
     own = [k for k in names if not k.startswith("mem")]
-    rows = [[run, *(_two(each[k], "ratio_to_memset", "ratio_to_memcpy", 3) for k in own)] for run, each in part.items()]
+    rows = [
+        [run, *(_cell(each[k], "ratio_to_memset", "ratio_to_memcpy", digits=3) for k in own)]
+        for run, each in part.items()
+    ]
     return text + "\nRatio to memset / memcpy of 2 MiB:\n\n" + results.table(["pages in a run", *own], rows)
 
 
 def _gate_table(part: dict[str, Any]) -> str:
     rows = [
-        [name, *(_two(g[k], "p50_us", "p99_us", 0) for k in ("grant", "return")), f"{g['missed']} of {g['turns']}"]
+        [
+            name,
+            *(_cell(g[k], "p50_us", "p99_us", digits=0) for k in ("grant", "return")),
+            f"{g['missed']} of {g['turns']}",
+        ]
         for name, g in part.items()
     ]
     return "Hand-over, one way, P50 / P99 in us:\n\n" + results.table(["", "grant", "return", "missed"], rows)
 
 
 def _reclaim_table(part: dict[str, Any]) -> str:
-    rows = [[n, _two(r, "ms_p50", "ms_max"), str(r["aborted_requests"])] for n, r in part["by_request"].items()]
+    rows = [[n, _cell(r, "ms_p50", "ms_max"), str(r["aborted_requests"])] for n, r in part["by_request"].items()]
     text = "Reclaim from a generating engine:\n\n" + results.table(["pages", "P50 / max ms", "requests ended"], rows)
     rows = [
-        [n, str(r["bursts"]), _two(r, "count", "pages_per_reclaim"), _two(r, "ms_p50", "ms_p99")]
+        [n, str(r["bursts"]), str(r["count"]), _cell(r, "pages_per_reclaim"), _cell(r, "ms_p50", "ms_p99")]
         for n, r in part["by_burst"].items()
     ]
-    head = ["pages that a burst lacks", "bursts", "reclaims / pages each", "P50 / P99 ms"]
+    head = ["pages that a burst lacks", "bursts", "reclaims", "pages each", "P50 / P99 ms"]
     return text + "\nReclaims by bursts of serving prompts:\n\n" + results.table(head, rows)
 
 
