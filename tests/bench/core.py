@@ -61,7 +61,7 @@ def _timed(call: Callable[..., Any], *args: Any) -> int:
 
 
 def pages(rounds: int) -> dict[str, Any]:
-    """Per page, for runs of neighbouring pages; operations alternate within each repetition.
+    """Per page, for runs of neighbouring pages; operations alternate within each repetition, over equal volumes.
 
     `touch` is the first write to all of what was mapped, page faults included: an engine pays for it, and unmapping
     costs more after it.
@@ -69,7 +69,7 @@ def pages(rounds: int) -> dict[str, Any]:
     count = max(_RUNS)
     fd = create_pool(count, _PAGE)
     driver, eraser = HostDriver(fd, count, _PAGE), PoolEraser(fd, count, _PAGE)
-    source, target = (ctypes.create_string_buffer(_PAGE) for _ in range(2))
+    source, target = (ctypes.create_string_buffer(count * _PAGE) for _ in range(2))
     own = ("map", "touch", "unmap", "zero")
     out: dict[str, Any] = {}
     for run in _RUNS:
@@ -80,13 +80,13 @@ def pages(rounds: int) -> dict[str, Any]:
                 "touch": _timed(ctypes.memset, driver.address, 1, run * _PAGE),
                 "unmap": _timed(driver.unmap_run, 0, run),
                 "zero": _timed(eraser.zero, 0, run),
-                "memset": _timed(ctypes.memset, target, 0, _PAGE),
-                "memcpy": _timed(ctypes.memmove, target, source, _PAGE),
+                "memset": _timed(ctypes.memset, target, 0, run * _PAGE),
+                "memcpy": _timed(ctypes.memmove, target, source, run * _PAGE),
             }
             if repetition >= 0:  # the one before faults the buffers and the eraser's mapping in
                 for name, ns in took.items():
                     samples[name].append(ns)
-        each = {k: _us(v, run if k in own else 1) for k, v in samples.items()}
+        each = {k: _us(v, run) for k, v in samples.items()}
         for name in own:
             for other in ("memset", "memcpy"):
                 each[name][f"ratio_to_{other}"] = each[name]["p50_us"] / each[other]["p50_us"]
@@ -318,7 +318,7 @@ def _pages_table(part: dict[str, Any]) -> str:
         [run, *(_cell(each[k], "ratio_to_memset", "ratio_to_memcpy", digits=3) for k in own)]
         for run, each in part.items()
     ]
-    return text + "\nRatio to memset / memcpy of 2 MiB:\n\n" + results.table(["pages in a run", *own], rows)
+    return text + "\nRatio to memset / memcpy of as much:\n\n" + results.table(["pages in a run", *own], rows)
 
 
 def _gate_table(part: dict[str, Any]) -> str:
