@@ -59,6 +59,7 @@ class Word(IntEnum):
     ROLLOUT_API_ALIVE_NS = auto()  # A (the latest of several): when its event loop last ran
     WEIGHT_VERSION = auto()  # R: counts weight updates; salts the prefix cache
     WEIGHTS_LOADED = auto()  # R: 0 while deactivation has freed the weights
+    WEIGHTS_JOB = auto()  # R: number of the last load or release of weights that it has begun
     WEIGHTS_JOB_DONE = auto()  # rollout worker: number of the last load or release of weights that it has ended
     LOAD_NS = auto()  # R: how long the latest activation or weight update took
     KV_BLOCK_BYTES = auto()  # R: size of one of its KV blocks

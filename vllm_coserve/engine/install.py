@@ -46,6 +46,10 @@ class _Process:
         return self._core
 
     @property
+    def is_worker(self) -> bool:
+        return self._worker is not None
+
+    @property
     def worker(self) -> WorkerRuntime:
         if self._worker is None:
             self._worker = WorkerRuntime(self.context, self.block)
@@ -88,12 +92,16 @@ def _install_queues(process: _Process) -> None:
 
     words = process.block.words
 
-    def rollout_has_nothing() -> bool:
-        # While it starts, it needs the host's cores.
-        idle = not (words[Word.ROLLOUT_RUNNING] or words[Word.ROLLOUT_WAITING])
-        return idle and bool(words[Word.ROLLOUT_READY])
+    def rollout_is_off() -> bool:
+        # The worker waits on the device, where nobody else is between two rollout steps. The engine core waits on the
+        # host's cores, which the rollout's processes need for as long as it has requests.
+        if not words[Word.ROLLOUT_READY] or words[Word.WEIGHTS_JOB] != words[Word.WEIGHTS_JOB_DONE]:
+            return False  # it starts, or loads weights on the device with the lowest priority
+        if process.is_worker:
+            return not words[Word.ROLLOUT_ACTIVE]
+        return not (words[Word.ROLLOUT_RUNNING] or words[Word.ROLLOUT_WAITING])
 
-    may_spin = rollout_has_nothing if process.side == SIDE_SERVING else lambda: False
+    may_spin = rollout_is_off if process.side == SIDE_SERVING else lambda: False
     patch("queue_condition", lambda original: futex_condition_class(original, process.block, may_spin))
 
 

@@ -42,6 +42,7 @@ class WeightsKeeper:
         self._core: Any = None
         self._queue: deque[_Job] = deque()
         self._number = block.get(Word.WEIGHTS_JOB_DONE)
+        block.set(Word.WEIGHTS_JOB, self._number)  # a predecessor may have died in one
         self.loaded = True
         self.can_free = True
 
@@ -88,6 +89,7 @@ class WeightsKeeper:
 
             self._number += 1
             job.number, job.since_s = self._number, time.monotonic()
+            self._block.set(Word.WEIGHTS_JOB, job.number)
             args = (job.number, job.kind, job.path)
             job.rpc = self._core.model_executor.collective_rpc(run_job, args=args, non_block=True)
             return
