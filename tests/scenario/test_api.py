@@ -182,3 +182,19 @@ def test_events_go_on_after_a_restart_of_the_sidecar(pair: RunningPair) -> None:
 def test_a_bad_event_id_is_refused(pair: RunningPair) -> None:
     answer = requests.get(_url(pair, "events"), headers=bearer() | {"Last-Event-ID": "yesterday"}, timeout=5)
     assert answer.status_code in (400, 422) and "last-event-id" in answer.text.lower()
+
+
+def test_every_chunk_of_tokens_says_which_weights_made_it(pair: RunningPair) -> None:
+    sampling = {"max_tokens": 6, "temperature": 0, "ignore_eos": True, "logprobs": 1}
+    body = {"token_ids": prompt(5, 20), "sampling_params": sampling, "stream": True}
+    version, tokens = pair.coserve("GET", "status")["weights"]["version"], 0
+    url = f"{pair.pair.rollout_url}/inference/v1/generate"
+    with requests.post(url, json=body, headers=bearer(), stream=True, timeout=60) as answer:
+        answer.raise_for_status()
+        for line in answer.iter_lines():
+            if line.startswith(b"data: {"):
+                (choice,) = json.loads(line[6:])["choices"]
+                tokens += len(choice["token_ids"])
+                assert choice["weight_versions"] == [{"version": version, "start": 0, "end": tokens}]
+                assert len(choice["logprobs"]["content"]) == len(choice["token_ids"])
+    assert tokens == 6

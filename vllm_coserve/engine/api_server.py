@@ -20,14 +20,29 @@ _POLL_S = 0.02
 
 
 def install_api(context: Context, block: ControlBlock) -> None:
-    """Add the pair's metrics; have serving wait for the pair, and the rollout refuse what is too large. Idempotent."""
+    """Add the pair's metrics; have serving wait for the pair, and the rollout refuse what is too large and say at each
+    chunk which weights made it. Idempotent.
+    """
     install_metrics(context, block)
     if context.side == "serving":
         patch("app_state", lambda original: after_proof(original, block))
         return
+    patch("completion_output", with_weight_versions)
     for key in SEAMS:
         if key.startswith("max_tokens_"):
             patch(key, lambda original: refuse_larger_than_budget(original, block))
+
+
+def with_weight_versions(original: Any) -> Any:
+    """Wrap vLLM's maker of outputs: spans of weight versions over all tokens so far, as it gives them at the end."""
+
+    def _new_completion_output(self: Any, *args: Any, **kwargs: Any) -> Any:
+        output = original(self, *args, **kwargs)
+        if output.weight_versions is None:
+            output.weight_versions = self._weight_version_spans()
+        return output
+
+    return _new_completion_output
 
 
 def after_proof(original: Any, block: ControlBlock) -> Any:

@@ -2,8 +2,8 @@
 
 `SpinCondition` yields in a loop for a second after each message. With two engines on one device (one core, on CPU) the
 waiting one takes half of it. Here a waiter sleeps on a futex word of the control block, found by the queue's address.
-Serving waits as vLLM does where nobody else wants the core: waking a sleeper would cost serving's users some tenths of a
-millisecond, four times a step.
+Serving waits as vLLM does where nobody else wants the core: to wake a sleeper would cost serving's users some tenths of
+a millisecond, four times a step.
 """
 
 from __future__ import annotations

@@ -120,6 +120,13 @@ SEAMS: dict[str, Seam] = {
             ("tokens", "scale_out.token_in_token_out"),
         )
     },
+    "completion_output": Seam(
+        "vllm.v1.engine.output_processor",
+        "RequestState._new_completion_output",
+        ("self", "token_ids", "finish_reason", "stop_reason"),
+        "says which weights made the tokens of every chunk, not only at the end: a stream may be cut",
+        "vLLM sends weight_versions with every chunk",
+    ),
     # --- message queue
     "queue_condition": Seam(
         "vllm.distributed.device_communicators.shm_broadcast",

@@ -187,7 +187,7 @@ class Supervisor:
             env["VLLM_API_KEY"] = self._api_keys[0]  # not on the command line, which everybody can read
         argv = [sys.executable, "-m", "vllm_coserve.engine.sidecar", "serve", config.rollout]
         argv += ["--port", str(config.rollout_port), "--host", "127.0.0.1", "--kv-cache-memory-bytes", str(64 << 20)]
-        argv += ["--no-async-scheduling", *config.rollout_argv]
+        argv += ["--no-async-scheduling", "--enable-scale-out", *config.rollout_argv]
         return subprocess.Popen(argv, env=env, start_new_session=True, stdin=subprocess.DEVNULL)
 
     def _kill_group(self, and_trackers: bool = True) -> None:
