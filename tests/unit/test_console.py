@@ -340,7 +340,15 @@ def _in_terminal(argv, until, interrupt, **env):
     master, slave = pty.openpty()
     variables = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "60", "LINES": "30", **env}
     command = [sys.executable, "-m", "vllm_coserve.console.main", *argv]
-    process = subprocess.Popen(command, stdin=slave, stdout=slave, stderr=slave, env=variables, start_new_session=True)
+    process = subprocess.Popen(
+        command,
+        stdin=slave,
+        stdout=slave,
+        stderr=slave,
+        env=variables,
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background jobs ignore it
+    )
     os.close(slave)
     text, deadline = b"", time.monotonic() + 30
     with contextlib.suppress(OSError):  # EIO: the other end is closed

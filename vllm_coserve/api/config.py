@@ -61,7 +61,6 @@ class CoserveConfig(BaseModel):
     lease_s: Seconds = Field(10.0, description="how long an idle rollout prefix-cache page is kept, in s")
     chunk_tokens: int = Field(512, ge=1, le=1 << 20, description="largest rollout prefill chunk, in tokens")
     stall_timeout_s: Seconds = Field(2.0, description="a running rollout request without progress for so long ends")
-    start: MemoryMode = Literal["preemptive", "grow_only", "static"]
     start: StartState = Field("active", description="whether the rollout engine lends itself from the start")
 
     @field_validator("rollout_args")
