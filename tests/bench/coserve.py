@@ -4,7 +4,9 @@
 
 SLO: `--slo-factor` x P99 of serving alone at density 1. Rollouts are agents of several turns (tests/bench/turns.py).
 harvest_efficiency = rollout tokens/s beside serving / (tokens/s alone x share of the device that serving alone leaves
-idle at that density).
+idle at that density). Tokens/s alone are measured in the same pair just before and just after serving's phase, since
+a machine's speed drifts over half an hour; rows whose rollout engine has less (no prefix cache, half of the memory)
+are held against the mean of the others' instead.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 from tests.bench import machine, results
@@ -26,7 +29,8 @@ from vllm_coserve.demo.report import harvest_efficiency, serving_summary
 from vllm_coserve.demo.run import warm_up
 from vllm_coserve.demo.servers import Pair
 
-_LEAD_S = 6.0  # rollouts are in their stride before serving traffic is measured
+_LEAD_S = 6.0  # rollouts are in their stride before anything is measured
+_ALONE_S = 10.0  # the rollout alone, before and after serving's phase
 _DENSITIES = (1.0, 1.5, 2.0)
 
 
@@ -40,6 +44,11 @@ class Row:
     rollout_args: str = ""
     slo: str = "both"  # which SLOs are given as flags: both, ttft, tpot or none
     density: float = 1.0
+
+    @property
+    def whole(self) -> bool:
+        """Its rollout engine has all that the pair offers, so alone it is what harvest is held against."""
+        return not self.rollout_args and not any("memory" in f for f in self.flags)
 
 
 ROWS = (
@@ -81,6 +90,7 @@ class Bench:
                 for row in group:
                     measured[row.name] = asdict(row) | self._measure(pair, row)
                     _say(row.name, measured[row.name])
+        self._add_harvest(rows, measured)
         return {
             "slo": self._slo,
             "serving_alone": {str(d): s for d, s in self._alone.items()},
@@ -117,16 +127,22 @@ class Bench:
 
     def _measure(self, pair: Pair, row: Row) -> dict[str, Any]:
         phase = self._phase(pair, row.density, rollout=True)
-        rate = phase["rollout"]["tokens_per_s"]
-        harvest = harvest_efficiency(
-            rate, self._rollout_alone["tokens_per_s"], self._alone[row.density]["busy_fraction"]
-        )
         return {
             "serving": _serving(phase, self._slo),
             "rollout": phase["rollout"],
-            "harvest_efficiency": harvest,
+            "rollout_alone_tokens_per_s": phase["alone"],
             "pair": phase["pair"],
         }
+
+    def _add_harvest(self, rows: list[Row], measured: dict[str, dict[str, Any]]) -> None:
+        own = {r.name: mean(measured[r.name]["rollout_alone_tokens_per_s"]) for r in rows}
+        whole = [own[r.name] for r in rows if r.whole] or [self._rollout_alone["tokens_per_s"]]
+        for row in rows:
+            alone = own[row.name] if row.whole else mean(whole)
+            rate = measured[row.name]["rollout"]["tokens_per_s"]
+            busy = self._alone[row.density]["busy_fraction"]
+            measured[row.name]["harvest_efficiency"] = harvest_efficiency(rate, alone, busy)
+            print(f"{row.name}: harvest {measured[row.name]['harvest_efficiency']:.2f}", flush=True)
 
     def _phase(self, pair: Pair, density: float | None, rollout: bool) -> dict[str, Any]:
         return asyncio.run(self._phase_async(pair, density, rollout))
@@ -137,6 +153,7 @@ class Bench:
         load = TurnLoad(pair.rollout_url, "rollout", o.rollouts, SERVING_SPEC.vocab, o.seed + 1)
         task = asyncio.create_task(load.run()) if rollout else None
         await asyncio.sleep(_LEAD_S if rollout else 0)
+        alone = [await _rate(load)] if rollout and density is not None else []
         before, start, tokens, turns = pair.status(), time.monotonic(), load.totals.tokens, len(load.totals.turns_s)
         served = []
         if density is not None:
@@ -146,13 +163,15 @@ class Bench:
             )
         await asyncio.sleep(max(0.0, start + o.seconds - time.monotonic()))
         elapsed, after = time.monotonic() - start, pair.status()
-        tokens = load.totals.tokens - tokens
+        tokens, own_turns = load.totals.tokens - tokens, load.totals.turns_s[turns:]
+        if alone:
+            alone.append(await _rate(load))
         load.stop.set()
         if task:
             await task
-        own_turns = load.totals.turns_s[turns:]
         return {
             "served": served,
+            "alone": alone,
             "busy_fraction": (after["gate"]["serving_busy_s"] - before["gate"]["serving_busy_s"]) / elapsed,
             "rollout": {
                 "tokens_per_s": tokens / elapsed,
@@ -166,6 +185,13 @@ class Bench:
             },
             "pair": _difference(before, after),
         }
+
+
+async def _rate(load: TurnLoad) -> float:
+    """Tokens/s of the rollout alone."""
+    start, tokens = time.monotonic(), load.totals.tokens
+    await asyncio.sleep(_ALONE_S)
+    return (load.totals.tokens - tokens) / (time.monotonic() - start)
 
 
 def _difference(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
@@ -196,8 +222,8 @@ def _say(name: str, row: dict[str, Any]) -> None:
     if r := row.get("rollout"):
         text += f"; rollout {r['tokens_per_s']:.0f} tok/s, busy {r['busy_fraction']:.2f}, aborts {r['aborts']}, "
         text += f"refused {r['refused']}"
-    if "harvest_efficiency" in row:
-        text += f"; harvest {row['harvest_efficiency']:.2f}, hits {row['pair']['prefix_hit_rate']:.0%}, "
+    if "pair" in row and "rollout_alone_tokens_per_s" in row:
+        text += f"; alone {row['rollout_alone_tokens_per_s']}, hits {row['pair']['prefix_hit_rate']:.0%}, "
         text += f"reclaims {row['pair']['reclaims']}"
     print(text, flush=True)
 
@@ -206,11 +232,12 @@ def markdown(result: dict[str, Any]) -> str:
     """The tables of a result."""
     slo = result["slo"]
     head = ["", "failed", "TTFT P50 / P95 / P99 ms", "TPOT P50 / P95 / P99 ms", "SLO attained"]
-    head += ["rollout tokens/s", "s per 10k tokens", "harvest", "prefix hits", "ended early"]
+    head += ["rollout tokens/s", "of alone", "s per 10k tokens", "harvest", "prefix hits", "ended early"]
     rows = [_line(f"serving alone, density {d}", s, None) for d, s in result["serving_alone"].items()]
     alone = result["rollout_alone"]
     title = f"rollout alone (device busy {alone['busy_fraction']:.0%})"
-    rows.append([title, *["–"] * 4, f"{alone['tokens_per_s']:.0f}", f"{alone['s_per_10k_tokens']:.1f}", *["–"] * 3])
+    rate = f"{alone['tokens_per_s']:.0f}"
+    rows.append([title, *["–"] * 4, rate, "–", f"{alone['s_per_10k_tokens']:.1f}", *["–"] * 3])
     rows += [_line(r["title"], r["serving"], r) for r in result["rows"].values()]
     text = f"SLO: TTFT {slo['ttft_ms']:.0f} ms, TPOT {slo['tpot_ms']:.1f} ms (P99).\n\n"
     return text + results.table(head, rows)
@@ -223,10 +250,11 @@ def _line(title: str, s: dict[str, Any], row: dict[str, Any] | None) -> list[str
     ]
     line.append(f"{s['slo_attainment']:.1%}")
     if row is None:
-        return [*line, *["–"] * 5]
+        return [*line, *["–"] * 6]
     r = row["rollout"]
     seconds = "–" if r["s_per_10k_tokens"] is None else f"{r['s_per_10k_tokens']:.1f}"
-    line += [f"{r['tokens_per_s']:.0f}", seconds, f"{row['harvest_efficiency']:.2f}"]
+    own = mean(row["rollout_alone_tokens_per_s"])
+    line += [f"{r['tokens_per_s']:.0f}", f"{own:.0f}", seconds, f"{row['harvest_efficiency']:.2f}"]
     return [*line, f"{row['pair']['prefix_hit_rate']:.0%}", str(sum(r["aborts"].values()))]
 
 
