@@ -23,7 +23,7 @@ export PYTHONSAFEPATH := 1
 export VLLM_NO_USAGE_STATS := 1
 unexport PYTHONPATH PYTHONHOME
 
-.PHONY: help setup demo bench-core bench-coserve bench-faults soak test promtool unit lint format lock clean distclean
+.PHONY: help setup demo bench-core bench-coserve bench-driver bench-faults soak test promtool unit lint format lock clean distclean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -39,6 +39,9 @@ bench-core: setup ## what sharing costs: pages, hand-over, overhead, reclaims (a
 
 bench-coserve: setup ## the paper's co-serving experiments (about 30 minutes; TRACE=file.csv BENCH_ARGS=...)
 	$(BIN)/python -m tests.bench.coserve $(if $(TRACE),--trace $(TRACE)) $(BENCH_ARGS)
+
+bench-driver: setup ## turns over dedicated and borrowed engines, the proxy's cost (about 20 minutes; TRACE=... BENCH_ARGS=...)
+	$(BIN)/python -m tests.bench.driver $(if $(TRACE),--trace $(TRACE)) $(BENCH_ARGS)
 
 bench-faults: setup ## kills and stops under load (about 25 minutes; TRACE=file.csv BENCH_ARGS=...)
 	$(BIN)/python -m tests.bench.faults $(if $(TRACE),--trace $(TRACE)) $(BENCH_ARGS)

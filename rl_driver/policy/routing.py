@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter, OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 Kind = Literal["dedicated", "borrowed"]
-Reason = Literal["affinity", "least_loaded", "overflow"]
+Reason = Literal["affinity", "least_loaded", "overflow", "round_robin"]
 
 DEDICATED_TURNS_MAX = 16  # per GPU; beyond it throughput is flat and KV memory short (ROSE, appendix A)
 _AFFINITIES_KEPT = 1 << 17
@@ -31,11 +31,15 @@ class Worker:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One call of a trajectory; only workers with weights of at least `min_version` may take it."""
+    """One call of a trajectory; only workers with weights of at least `min_version` may take it.
+
+    None of `avoid` takes it while there is another that may: these have just failed it or had no room for it.
+    """
 
     turn_id: str
     trajectory_id: str
     min_version: int = 0
+    avoid: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +60,9 @@ class Queued:
     position: int  # in the queue, from 0
 
 
+_Needs = tuple[int, frozenset[str]]  # what says which workers may take a turn: min_version, avoid
+
+
 class _LoadIndex:
     """Workers of one kind and weight version, the least loaded first; ties go to the smaller id."""
 
@@ -74,7 +81,9 @@ class _LoadIndex:
     def drop(self, worker_id: str) -> None:
         self._load.pop(worker_id, None)
 
-    def least(self) -> tuple[int, str] | None:
+    def least(self, avoid: frozenset[str]) -> tuple[int, str] | None:
+        if not avoid.isdisjoint(self._load):  # seldom: a turn that a worker has failed
+            return min(((n, w) for w, n in self._load.items() if w not in avoid), default=None)
         heap = self._heap
         while heap and self._load.get(heap[0][1]) != heap[0][0]:
             heapq.heappop(heap)
@@ -95,8 +104,8 @@ class Router:
         self._index: dict[tuple[Kind, int], _LoadIndex] = {}
         self._last_worker: OrderedDict[str, str] = OrderedDict()  # trajectory -> who has its prefix
         self._eligible: Counter[int] = Counter()  # weight version -> eligible workers
-        self._queues: dict[int, OrderedDict[str, tuple[int, Turn]]] = {}  # by min_version: turn -> (number, turn)
-        self._queue_of: dict[str, int] = {}  # queued turn -> its min_version
+        self._queues: dict[_Needs, OrderedDict[str, tuple[int, Turn]]] = {}  # turn -> (number, turn)
+        self._queue_of: dict[str, _Needs] = {}  # queued turn -> its queue
         self._number = 0
 
     # ---- workers
@@ -124,6 +133,11 @@ class Router:
             del self._holder[turn.turn_id]
         return turns
 
+    @property
+    def eligible(self) -> int:
+        """Workers that may be given turns."""
+        return self._eligible.total()
+
     def load_of(self, worker_id: str) -> int:
         """Turns that a worker has."""
         return len(self._turns.get(worker_id, ()))
@@ -144,13 +158,14 @@ class Router:
         if turn.turn_id in self._holder or turn.turn_id in self._queue_of:
             raise ValueError(f"turn {turn.turn_id!r} was submitted already")
         # Nobody overtakes a turn that the same workers could serve.
-        waits = any(version <= turn.min_version for version in self._queues)
-        placed = None if waits else self._choose(turn)
+        waits = any(version <= turn.min_version and avoid <= turn.avoid for version, avoid in self._queues)
+        placed = None if waits else self.choose(turn)
         if placed is not None:
             return self._take(placed)
         self._number += 1
-        self._queues.setdefault(turn.min_version, OrderedDict())[turn.turn_id] = (self._number, turn)
-        self._queue_of[turn.turn_id] = turn.min_version
+        needs = turn.min_version, turn.avoid
+        self._queues.setdefault(needs, OrderedDict())[turn.turn_id] = (self._number, turn)
+        self._queue_of[turn.turn_id] = needs
         some = any(version >= turn.min_version for version in self._eligible)
         return Queued(turn, "full" if some else "no_worker", len(self._queue_of) - 1)
 
@@ -170,17 +185,30 @@ class Router:
         out: list[Placement] = []
         waiting = set(self._queues)
         while waiting and len(out) < limit:
-            version = min(waiting, key=lambda v: next(iter(self._queues[v].values()))[0])
-            _, turn = next(iter(self._queues[version].values()))
-            placed = self._choose(turn)
+            needs = min(waiting, key=lambda n: next(iter(self._queues[n].values()))[0])
+            _, turn = next(iter(self._queues[needs].values()))
+            placed = self.choose(turn)
             if placed is None:
-                waiting.discard(version)
+                waiting.discard(needs)
                 continue
             self._unqueue(turn.turn_id)
             out.append(self._take(placed))
-            if version not in self._queues:
-                waiting.discard(version)
+            if needs not in self._queues:
+                waiting.discard(needs)
         return out
+
+    def begun(self, turn_id: str) -> None:
+        """A placed turn has got its first tokens; policies that tell pending from executing ones want to know."""
+
+    def observe(self, worker_id: str, tokens_per_s: float) -> None:
+        """How fast a worker was of late; policies that learn from it want to know."""
+
+    def begin_step(self) -> None:
+        """An RL step begins."""
+
+    def migrations(self) -> list[str]:
+        """Turns that should leave their worker now for another one; none, unless a policy balances continuously."""
+        return []
 
     def forget_trajectory(self, trajectory_id: str) -> None:
         """A trajectory has ended: nobody needs its prefix any more."""
@@ -188,7 +216,10 @@ class Router:
 
     # ---- internals
 
-    def _choose(self, turn: Turn) -> Placement | None:
+    def choose(self, turn: Turn) -> Placement | None:
+        """A worker with room for a turn; other policies override this."""
+        if turn.avoid and not self._has_other(turn):
+            turn = replace(turn, avoid=frozenset())
         if self._affinity:
             last = self._last_worker.get(turn.trajectory_id)
             if last is not None and self._has_room(last, turn):
@@ -198,30 +229,37 @@ class Router:
                 return Placement(turn, worker_id, reason)
         return None
 
-    def _has_room(self, worker_id: str, turn: Turn) -> bool:
+    def _has_other(self, turn: Turn) -> bool:
+        """Whether a worker that need not be avoided may take the turn, now or later."""
+        count = sum(n for version, n in self._eligible.items() if version >= turn.min_version)
+        return count > sum(1 for worker_id in turn.avoid if self._may_take(worker_id, turn))
+
+    def _may_take(self, worker_id: str, turn: Turn) -> bool:
         worker = self._workers.get(worker_id)
+        return worker is not None and worker.eligible and worker.weight_version >= turn.min_version
+
+    def _has_room(self, worker_id: str, turn: Turn) -> bool:
         return (
-            worker is not None
-            and worker.eligible
-            and worker.weight_version >= turn.min_version
-            and len(self._turns[worker_id]) < worker.turns_max
+            self._may_take(worker_id, turn)
+            and worker_id not in turn.avoid
+            and len(self._turns[worker_id]) < self._workers[worker_id].turns_max
         )
 
     def _least_loaded(self, kind: str, turn: Turn) -> str | None:
         best: tuple[int, str] | None = None
         for (index_kind, version), index in self._index.items():
             if index_kind == kind and version >= turn.min_version:
-                least = index.least()
+                least = index.least(turn.avoid)
                 if least is not None and (best is None or least < best):
                     best = least
         return best[1] if best else None
 
     def _unqueue(self, turn_id: str) -> None:
-        version = self._queue_of.pop(turn_id, None)
-        if version is not None:
-            del self._queues[version][turn_id]
-            if not self._queues[version]:
-                del self._queues[version]
+        needs = self._queue_of.pop(turn_id, None)
+        if needs is not None:
+            del self._queues[needs][turn_id]
+            if not self._queues[needs]:
+                del self._queues[needs]
 
     def _count(self, worker: Worker, by: int) -> None:
         if worker.eligible:

@@ -2,25 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-# Reasons with which a borrowed engine ends a request early (stop_reason); another engine may go on with it.
-MOVED_REASONS = frozenset({"coserve:reclaimed", "coserve:stalled", "coserve:deactivated", "coserve:too_large"})
+from rl_driver.api.trajectory import VersionSpan
+
+TOO_LARGE = "coserve:too_large"  # stop_reason of a borrowed engine whose budget a request has outgrown
 
 
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
-    """Tokens in, tokens out. `sampling` are the further parameters of vLLM's sampling, passed through."""
+    """Tokens in, tokens out.
+
+    Args:
+        logprobs: that of each token and so many of the likeliest others; None: none at all.
+        sampling: the further parameters of vLLM's sampling, passed through.
+        priority: vLLM's; lower goes first.
+    """
 
     token_ids: tuple[int, ...]
     max_tokens: int
     min_tokens: int = 0
+    logprobs: int | None = None
     sampling: dict[str, Any] = field(default_factory=dict)
+    priority: int = 0
 
     def after(self, tokens: list[int]) -> GenerateRequest:
         """The same request when some of its answer is there already."""
+        if not tokens:
+            return self
         return replace(
             self,
             token_ids=(*self.token_ids, *tokens),
@@ -31,16 +42,20 @@ class GenerateRequest:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Some tokens of an answer, with a logprob each; the last chunk has a finish reason.
+    """Some tokens of an answer; the last chunk has a finish reason.
 
-    `version` names the weights that made the tokens of this chunk.
+    Args:
+        logprobs: one a token where they were asked for, else none.
+        top: for each token the likeliest ones as (token id, logprob), where they were asked for.
+        spans: which weights made the tokens of this worker's answer so far, or nothing where it does not say.
     """
 
-    token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    version: str
+    token_ids: Sequence[int]
+    logprobs: Sequence[float] = ()
+    spans: tuple[VersionSpan, ...] = ()
     finish_reason: str | None = None
     stop_reason: str | int | None = None
+    top: Sequence[Sequence[tuple[int, float]]] = ()
 
 
 class WorkerFailedError(Exception):
@@ -67,4 +82,8 @@ class Upstream(Protocol):
 
         Closing the iterator aborts the request on the worker.
         """
+        ...
+
+    def version(self, worker_id: str) -> str:
+        """The weights that a worker had when it last said so; for workers that do not say it with their tokens."""
         ...

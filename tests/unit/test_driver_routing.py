@@ -199,3 +199,33 @@ class RouterMachine(RuleBasedStateMachine):
 
 TestRouter = RouterMachine.TestCase
 TestRouter.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+def _avoiding(n, *avoid):
+    return Turn(f"turn-{n}", "t", 0, frozenset(avoid))
+
+
+def test_who_failed_a_turn_is_avoided_while_there_is_another():
+    router = _router(Worker("a", "dedicated", 1), Worker("b", "dedicated", 1))
+    assert router.submit(_avoiding(0, "a")).worker_id == "b"
+    # b is full, but it will have room: the turn waits for it, and others are not held up behind it
+    assert router.submit(_avoiding(1, "a")) == Queued(_avoiding(1, "a"), "full", 0)
+    assert router.submit(_turn(2)).worker_id == "a"
+    router.finish("turn-0")
+    assert [(p.turn.turn_id, p.worker_id) for p in router.place_queued()] == [("turn-1", "b")]
+    router.finish("turn-2")
+    assert router.submit(_avoiding(3, "a", "b")).worker_id == "a", "nobody else is there"
+    router.put_worker(Worker("b", "dedicated", 1, eligible=False))
+    router.finish("turn-3")
+    assert router.submit(_avoiding(4, "a")).worker_id == "a", "nobody else is eligible"
+
+
+def test_a_turn_overtakes_only_those_that_wait_for_what_it_does_not_need():
+    router = _router(Worker("a", "dedicated", 1), Worker("b", "dedicated", 1))
+    router.submit(_turn(0))
+    router.submit(_turn(1))
+    router.submit(_turn(2))
+    router.submit(_avoiding(3, "a"))
+    router.finish("turn-1")
+    assert router.submit(_avoiding(4, "a")).position == 2, "turn 2 came first and could take b as well"
+    assert [(p.turn.turn_id, p.worker_id) for p in router.place_queued()] == [("turn-2", "b")]

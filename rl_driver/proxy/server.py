@@ -1,0 +1,515 @@
+"""The rollout proxy's HTTP server: one OpenAI endpoint over all workers (`coserve proxy`)."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import logging
+import secrets
+import sqlite3
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
+from typing import Any
+
+import aiohttp
+import msgspec
+from aiohttp import web
+
+from rl_driver.api.openai import (
+    Error,
+    ErrorAnswer,
+    ModelCard,
+    Models,
+    ProxyState,
+    WorkerRequest,
+    WorkerState,
+)
+from rl_driver.api.proxy_config import ProxyConfig, check_url
+from rl_driver.policy.baselines import POLICIES
+from rl_driver.policy.routing import Turn
+from rl_driver.policy.versions import version_number
+from rl_driver.proxy.answers import ChatFormatter, Choice, CompletionFormatter, Formatter, Part
+from rl_driver.proxy.continuation import GaveUpError, Limits, OverloadedError, generate
+from rl_driver.proxy.fleet import Fleet
+from rl_driver.proxy.http import HttpUpstream
+from rl_driver.proxy.metrics import ProxyMetrics
+from rl_driver.proxy.openapi import DOCUMENT
+from rl_driver.proxy.planning import Plan, Planner, convert, decode
+from rl_driver.proxy.records import Records, StoredTurn
+from rl_driver.proxy.scheduler import QueueLimits, Scheduler
+from rl_driver.proxy.upstream import RefusedError
+from rl_driver.store.base import ConflictError
+from vllm_coserve.api.errors import ConfigurationError
+
+logger = logging.getLogger("coserve.proxy")
+
+_BODY_MAX_BYTES = 64 << 20
+_BODY_BOUND_S = 30.0
+_WRITE_BOUND_S = 60.0  # a client that reads nothing for so long is gone
+_FIRST_REQUEST_S = 15.0  # a connection must have sent its first request's head by then
+_IDLE_S = 90.0
+_SWEEP_S = 2.0
+_BALANCE_S = 0.1
+_TRAJECTORY_MAX_CHARS = 256
+_OPEN_PATHS = frozenset({"/health", "/metrics", "/openapi.json"})
+_encode = msgspec.json.Encoder().encode
+
+_Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class Proxy:
+    """The proxy's parts, wired up. `app()` serves them; one event loop owns it all."""
+
+    def __init__(self, config: ProxyConfig) -> None:
+        self.config = config
+        self.metrics = ProxyMetrics()
+        self._digests = [hashlib.sha256(config.api_key.encode()).digest()] if config.api_key else []
+        self._limits = Limits(chunk_s=config.chunk_timeout_s)
+        self._running = 0
+        self._idle_since: dict[Any, float] = {}
+        self._served: set[Any] = set()
+        self._busy: dict[Any, int] = {}
+        self._tasks: list[asyncio.Task[None]] = []
+        self.runner: web.AppRunner | None = None
+
+    # ---- life
+
+    async def start(self) -> None:
+        """Begin to watch the workers."""
+        config = self.config
+        self.records = _open(config.store) if config.store else None
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=30)
+        self._session = aiohttp.ClientSession(connector=connector, read_bufsize=1 << 20, trust_env=False)
+        limits = QueueLimits(config.queue_turns, config.queue_timeout_s, min(30.0, config.queue_timeout_s))
+        self.scheduler = Scheduler(POLICIES[config.policy](), limits, on_start=self._note_start, on_end=self._note_end)
+        self.fleet = Fleet(config, self._session, self.scheduler.put_worker, self.scheduler.move_all)
+        self.upstream = HttpUpstream(self._session, self.fleet)
+        self.planner = Planner(self.fleet, self._session, config.tokenizer)
+        await self.fleet.start()
+        self._tasks = [asyncio.create_task(self._close_idle_connections()), asyncio.create_task(self._balance())]
+
+    async def stop(self) -> None:
+        """Give the borrowed engines free and end."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.fleet.stop()
+        if self.records:
+            await self.records.close()
+        await self._session.close()
+
+    def app(self) -> web.Application:
+        """The routes."""
+        app = web.Application(middlewares=[self._guard], client_max_size=_BODY_MAX_BYTES)
+        app.router.add_post("/v1/completions", self.completions)
+        app.router.add_post("/v1/chat/completions", self.chat)
+        app.router.add_get("/v1/models", self.models)
+        app.router.add_get("/health", self.health)
+        app.router.add_get("/metrics", self.metrics_page)
+        app.router.add_get("/openapi.json", self.openapi)
+        app.router.add_get("/coserve/v1/workers", self.workers)
+        app.router.add_post("/coserve/v1/workers", self.add_worker)
+        app.router.add_delete("/coserve/v1/workers", self.remove_worker)
+        app.router.add_post("/coserve/v1/step", self.step)
+        return app
+
+    def _note_start(self, worker_id: str) -> None:
+        self.fleet.note_start(worker_id)
+
+    def _note_end(self, worker_id: str, outcome: str) -> None:
+        self.metrics.legs.labels(outcome).inc()
+        self.fleet.note_end(worker_id, outcome)
+
+    async def _balance(self) -> None:
+        while True:
+            await asyncio.sleep(_BALANCE_S)
+            self.scheduler.balance()
+
+    async def _close_idle_connections(self) -> None:
+        """Connections that send no request, or half of one, are closed after a while."""
+        while True:
+            await asyncio.sleep(_SWEEP_S)
+            if self.runner is None or self.runner.server is None:
+                continue
+            now_s, known = time.monotonic(), set(self.runner.server.connections)
+            for old in [c for c in self._idle_since if c not in known]:
+                del self._idle_since[old]
+                self._served.discard(old)
+            for connection in known:
+                if self._busy.get(connection):
+                    continue
+                bound_s = _IDLE_S if connection in self._served else _FIRST_REQUEST_S
+                if now_s - self._idle_since.setdefault(connection, now_s) > bound_s and connection.transport:
+                    connection.transport.abort()
+
+    # ---- every request
+
+    @web.middleware
+    async def _guard(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
+        connection = request.protocol
+        self._busy[connection] = self._busy.get(connection, 0) + 1
+        try:
+            self._authorize(request)
+            return await handler(request)
+        except RefusedError as exc:
+            return _error(exc.status, str(exc))
+        except OverloadedError as exc:
+            headers = {"Retry-After": str(max(1, round(exc.retry_after_s)))}
+            return _error(exc.status, str(exc), headers)
+        except GaveUpError as exc:
+            return _error(502, str(exc))
+        except web.HTTPRequestEntityTooLarge:
+            return _error(413, f"the body is larger than {_BODY_MAX_BYTES >> 20} MiB")
+        except web.HTTPException as exc:
+            return _error(exc.status, exc.reason, {k: v for k, v in exc.headers.items() if k == "Allow"})
+        finally:
+            self._served.add(connection)
+            self._idle_since[connection] = time.monotonic()
+            self._busy[connection] -= 1
+            if not self._busy[connection]:
+                del self._busy[connection]
+
+    def _authorize(self, request: web.Request) -> None:
+        if not self._digests or request.path in _OPEN_PATHS:
+            return
+        scheme, _, token = request.headers.get("Authorization", "").partition(" ")
+        digest = hashlib.sha256(token.strip().encode("utf-8", "surrogateescape")).digest()
+        matches = [secrets.compare_digest(digest, known) for known in self._digests]
+        if scheme.lower() != "bearer" or not any(matches):
+            raise RefusedError(401, "give the proxy's API key as `Authorization: Bearer KEY`")
+
+    async def _body(self, request: web.Request) -> dict[str, Any]:
+        try:
+            async with asyncio.timeout(_BODY_BOUND_S):
+                data = await request.read()
+        except TimeoutError:
+            raise RefusedError(408, f"the body did not come within {_BODY_BOUND_S:g} s") from None
+        return decode(data)
+
+    # ---- completions
+
+    async def completions(self, request: web.Request) -> web.StreamResponse:
+        """`POST /v1/completions`."""
+        plan = await self.planner.completion(await self._body(request))
+        return await self._answer(request, plan, CompletionFormatter(plan, self.planner.tokenizer()))
+
+    async def chat(self, request: web.Request) -> web.StreamResponse:
+        """`POST /v1/chat/completions`."""
+        plan = await self.planner.chat(await self._body(request))
+        return await self._answer(request, plan, ChatFormatter(plan, self.planner.tokenizer()))
+
+    async def _answer(self, request: web.Request, plan: Plan, formatter: Formatter) -> web.StreamResponse:
+        trajectory_id = _trajectory(request, plan)
+        min_version = version_number(request.headers.get("X-Min-Weight-Version", ""))
+        stored = await self._stored(request, plan, trajectory_id)
+        source = _once(stored) if stored else self._parts(plan, trajectory_id or plan.call_id, min_version)
+        self._running += 1
+        start_s, status = time.monotonic(), "cancelled"
+        try:
+            async with aclosing(source) as parts:  # type: ignore[type-var]
+                record = self._record(request, plan, trajectory_id) if not stored else None
+                send = self._stream if plan.stream else self._whole
+                response = await send(request, plan, formatter, parts, record, start_s)
+            status = "ok"
+            return response
+        except (RefusedError, OverloadedError, GaveUpError) as exc:
+            status = type(exc).__name__.removesuffix("Error").lower()
+            raise
+        finally:
+            self._running -= 1
+            self.metrics.calls.labels(status).inc()
+
+    async def _parts(self, plan: Plan, trajectory_id: str, min_version: int) -> AsyncIterator[Part]:
+        """Parts of all choices as they come."""
+        tokenizer = self.planner.tokenizer()
+        choices = [Choice(plan, i, tokenizer) for i in range(plan.choices)]
+        sources = [c.parts(self._chunks(plan, c, trajectory_id, min_version)) for c in choices]
+        if len(sources) == 1:
+            async with aclosing(sources[0]) as parts:  # type: ignore[type-var]
+                async for part in parts:
+                    yield part
+            return
+        async with aclosing(_merged(sources)) as parts:  # type: ignore[type-var]
+            async for part in parts:
+                yield part
+
+    def _chunks(self, plan: Plan, choice: Choice, trajectory_id: str, min_version: int) -> AsyncIterator[Any]:
+        turn = Turn(f"{plan.call_id}-{choice.index}", trajectory_id, min_version)
+
+        def on_move(worker_id: str, outcome: str, why: str) -> None:
+            logger.info(
+                "call %s leaves %s after %d tokens: %s", turn.turn_id, worker_id, len(choice.answer.tokens), why
+            )
+            self.metrics.moves.labels(outcome).inc()
+
+        return generate(turn, choice.answer, self.scheduler, self.upstream, self._limits, on_move)
+
+    async def _whole(
+        self,
+        request: web.Request,
+        plan: Plan,
+        formatter: Formatter,
+        parts: AsyncIterator[Part],
+        record: Callable[[list[Part]], Awaitable[None]] | None,
+        start_s: float,
+    ) -> web.StreamResponse:
+        groups: list[list[Part]] = [[] for _ in range(plan.choices)]
+        async for part in parts:
+            if not any(groups):
+                self.metrics.ttft.observe(time.monotonic() - start_s)
+            self.metrics.tokens.inc(len(part.token_ids))
+            groups[part.index].append(part)
+        if record:
+            await record(groups[0])
+        if plan.tools and isinstance(formatter, ChatFormatter):
+            messages = [await self._message(plan, group) for group in groups]
+            return _json(formatter.whole(groups, messages))
+        return _json(formatter.whole(groups))
+
+    async def _message(self, plan: Plan, parts: list[Part]) -> dict[str, Any]:
+        tokens = [t for p in parts for t in p.token_ids]
+        return await self.planner.derender(plan, parts[0].index, tokens, parts[-1].finish_reason or "stop")
+
+    async def _stream(
+        self,
+        request: web.Request,
+        plan: Plan,
+        formatter: Formatter,
+        parts: AsyncIterator[Part],
+        record: Callable[[list[Part]], Awaitable[None]] | None,
+        start_s: float,
+    ) -> web.StreamResponse:
+        first = await anext(parts)  # what goes wrong before it is an HTTP error, not a broken stream
+        self.metrics.ttft.observe(time.monotonic() - start_s)
+        headers = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-store"}
+        response = web.StreamResponse(headers=headers | {"X-Accel-Buffering": "no"})
+        await response.prepare(request)
+        kept: list[list[Part]] = [[] for _ in range(plan.choices)]
+        for event in formatter.opening():
+            await _send(response, event)
+        try:
+            part: Part | None = first
+            while part is not None:
+                self.metrics.tokens.inc(len(part.token_ids))
+                if record or plan.tools:
+                    kept[part.index].append(part)
+                if part.finish_reason and record:
+                    await record(kept[0])
+                if plan.tools and isinstance(formatter, ChatFormatter):
+                    if part.finish_reason:  # tool calls are read from the whole text
+                        await _send(response, await self._tool_event(plan, formatter, kept[part.index]))
+                else:
+                    await _send(response, formatter.event(part))
+                part = await anext(parts, None)
+            for event in formatter.closing():
+                await _send(response, event)
+        except (RefusedError, OverloadedError, GaveUpError) as exc:
+            status = getattr(exc, "status", 502)
+            await _send(response, ErrorAnswer(Error(str(exc), _TYPES.get(status, "server_error"), status)))
+            self.metrics.moves.labels("broken_stream").inc()
+        await _write(response, b"data: [DONE]\n\n")
+        await response.write_eof()
+        return response
+
+    async def _tool_event(self, plan: Plan, formatter: ChatFormatter, parts: list[Part]) -> Any:
+        derendered = await self._message(plan, parts)
+        part = parts[-1]
+        part.token_ids = [t for p in parts for t in p.token_ids]
+        part.logprobs = [x for p in parts for x in p.logprobs]
+        part.top = [x for p in parts for x in p.top]
+        message = derendered["message"]
+        for i, call in enumerate(message.get("tool_calls") or ()):
+            call["index"] = i
+        part.finish_reason = derendered.get("finish_reason") or part.finish_reason
+        return formatter.event(part, message)
+
+    # ---- trajectories
+
+    async def _stored(self, request: web.Request, plan: Plan, trajectory_id: str | None) -> Part | None:
+        """The answer to a turn that was finished before: it is given again, not made again."""
+        index = _turn_index(request)
+        if self.records is None or trajectory_id is None or index is None or plan.choices != 1:
+            return None
+        turn = await self.records.find(trajectory_id, index, plan.prompts[0])
+        if turn is None:
+            return None
+        tokenizer = self.planner.tokenizer()
+        text = tokenizer.decode(turn.output_token_ids, plan.skip_special) if tokenizer else ""
+        return Part(
+            0,
+            text,
+            list(turn.output_token_ids),
+            list(turn.logprobs),
+            [[] for _ in turn.output_token_ids],
+            turn.finish_reason,
+            None,
+            list(turn.spans),
+        )
+
+    def _record(
+        self, request: web.Request, plan: Plan, trajectory_id: str | None
+    ) -> Callable[[list[Part]], Awaitable[None]] | None:
+        if self.records is None or trajectory_id is None or plan.choices != 1:
+            return None
+        records, index = self.records, _turn_index(request)
+        if plan.logprobs is None:
+            plan.logprobs = 0  # the store keeps them, whether or not the caller wants to see them
+
+        async def record(parts: list[Part]) -> None:
+            await records.add(StoredTurn.of(trajectory_id, index, plan.prompts[0], parts))
+
+        return record
+
+    # ---- the rest
+
+    async def models(self, request: web.Request) -> web.Response:
+        """`GET /v1/models`."""
+        cards: dict[str, ModelCard] = {}
+        for member in self.fleet.usable():
+            for name in member.models:
+                cards.setdefault(name, ModelCard(name, member.max_model_len, member.root))
+        return _json(Models(list(cards.values())))
+
+    async def health(self, request: web.Request) -> web.Response:
+        """`GET /health`: 200 while there is a worker."""
+        if not self.fleet.usable():
+            return _error(503, "no worker is available; GET /coserve/v1/workers says why")
+        return web.Response()
+
+    async def metrics_page(self, request: web.Request) -> web.Response:
+        """`GET /metrics`."""
+        page = self.metrics.page(self._state())
+        return web.Response(body=page, content_type="text/plain", charset="utf-8")
+
+    async def openapi(self, request: web.Request) -> web.Response:
+        """`GET /openapi.json`."""
+        return web.Response(body=DOCUMENT, content_type="application/json")
+
+    def _state(self) -> ProxyState:
+        workers = [
+            WorkerState(
+                m.url,
+                m.kind,
+                m.listed is not None and m.listed.eligible,
+                self.scheduler.load_of(m.url),
+                m.version,
+                m.held,
+                m.usage,
+                m.wrong or m.refused,
+            )
+            for m in self.fleet.members.values()
+        ]
+        return ProxyState(workers, self.scheduler.queued, self._running)
+
+    async def workers(self, request: web.Request) -> web.Response:
+        """`GET /coserve/v1/workers`: what the proxy knows of its workers."""
+        return _json(self._state())
+
+    async def add_worker(self, request: web.Request) -> web.Response:
+        """`POST /coserve/v1/workers`: use one more worker."""
+        body = convert(await self._body(request), WorkerRequest)
+        try:
+            url = check_url(body.url)
+        except ValueError as exc:
+            raise RefusedError(400, str(exc)) from None
+        self.fleet.add(url, body.kind)
+        return _json(self._state())
+
+    async def remove_worker(self, request: web.Request) -> web.Response:
+        """`DELETE /coserve/v1/workers?url=`: its turns go on elsewhere."""
+        url = request.query.get("url", "").rstrip("/")
+        if not await self.fleet.remove(url):
+            raise RefusedError(404, f"there is no worker {url!r}")
+        self.scheduler.remove_worker(url, "it was taken off")
+        return _json(self._state())
+
+    async def step(self, request: web.Request) -> web.Response:
+        """`POST /coserve/v1/step`: an RL step begins; borrowed engines compute their budgets anew."""
+        await self.fleet.announce_step()
+        self.scheduler.begin_step()
+        return _json(self._state())
+
+
+def _open(store: str) -> Records:
+    try:
+        return Records(store)
+    except (sqlite3.Error, ConflictError) as exc:
+        raise ConfigurationError(f"--store {store!r} cannot be used ({exc}): give another file") from None
+
+
+_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error", 503: "overloaded_error"}
+
+
+def _error(status: int, message: str, headers: dict[str, str] | None = None) -> web.Response:
+    kind = _TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
+    body = _encode(ErrorAnswer(Error(message, kind, status)))
+    return web.Response(status=status, body=body, content_type="application/json", headers=headers)
+
+
+def _json(answer: Any) -> web.Response:
+    return web.Response(body=_encode(answer), content_type="application/json")
+
+
+async def _send(response: web.StreamResponse, event: Any) -> None:
+    await _write(response, b"data: " + _encode(event) + b"\n\n")
+
+
+async def _write(response: web.StreamResponse, data: bytes) -> None:
+    try:
+        async with asyncio.timeout(_WRITE_BOUND_S):
+            await response.write(data)
+    except TimeoutError:
+        raise ConnectionResetError("the client reads nothing") from None
+
+
+def _trajectory(request: web.Request, plan: Plan) -> str | None:
+    name = request.headers.get("X-Trajectory-Id") or plan.user
+    if name is not None and len(name) > _TRAJECTORY_MAX_CHARS:
+        raise RefusedError(400, f"X-Trajectory-Id has {len(name)} characters; {_TRAJECTORY_MAX_CHARS} are allowed")
+    return name or None
+
+
+def _turn_index(request: web.Request) -> int | None:
+    text = request.headers.get("X-Turn-Index")
+    if text is None:
+        return None
+    if not (text.isascii() and text.isdigit() and len(text) < 10):
+        raise RefusedError(400, f"X-Turn-Index {text!r}: give a number from 0")
+    return int(text)
+
+
+async def _once(part: Part) -> AsyncIterator[Part]:
+    yield part
+
+
+async def _merged(sources: list[AsyncIterator[Part]]) -> AsyncIterator[Part]:
+    """Parts of several sources as they come; the first error ends them all."""
+    queue: asyncio.Queue[Part | Exception | None] = asyncio.Queue(maxsize=64)
+
+    async def pump(source: AsyncIterator[Part]) -> None:
+        try:
+            async with aclosing(source) as parts:  # type: ignore[type-var]
+                async for part in parts:
+                    await queue.put(part)
+            await queue.put(None)
+        except Exception as exc:  # recovery: raised again where the parts are read
+            await queue.put(exc)
+
+    tasks = [asyncio.create_task(pump(s)) for s in sources]
+    try:
+        left = len(tasks)
+        while left:
+            item = await queue.get()
+            if item is None:
+                left -= 1
+            elif isinstance(item, Exception):
+                raise item
+            else:
+                yield item
+    finally:
+        for task in tasks:
+            task.cancel()
+        with contextlib.suppress(Exception):
+            await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,287 @@
+"""Turns over a dedicated and a borrowed engine (ROSE's Table 3), and what the proxy costs.
+
+    python -m tests.bench.driver [--trace azure-llm-2023-conv.csv] [--parts policies,cost]
+
+Policies: the same trajectories of several turns, made by one framework over `coserve proxy`, until all are done; the
+rows alternate, and the medians of the rounds count. The dedicated engine has one core, the borrowed one shares the
+other with the engine that serves its users.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import aiohttp
+
+from tests.bench import machine, proxy_cost, results
+from vllm_coserve.demo.load import serve_schedule
+from vllm_coserve.demo.models import ROLLOUT_SPEC, SERVING_SPEC, ensure_model
+from vllm_coserve.demo.run import free_port, warm_up
+from vllm_coserve.demo.servers import DEVICE_CORE, HOST_CORE, Pair, cmdline, descendants, pin, stop
+
+_TURNS = 5
+_UNBOUNDED = 4096  # turns on an engine, for policies that know no bound
+
+
+@dataclass(frozen=True)
+class Row:
+    """A way to place turns."""
+
+    name: str
+    title: str
+    policy: str
+    bounded: bool = True
+
+
+ROWS = (
+    Row("pinned", "baseline: trajectories pinned", "pinned", bounded=False),
+    Row("turnwise", "+ turn-wise", "turnwise_no_affinity"),
+    Row("affinity", "+ affinity", "turnwise"),
+    Row("balanced", "join shortest queue, continuous migration (RLBoost)", "balanced"),
+    Row("round_robin", "public router: round-robin", "round_robin", bounded=False),
+    Row("least_loaded", "public router: least loaded", "least_loaded", bounded=False),
+)
+
+
+class Agents:
+    """A fixed number of trajectories, some at a time; each turn's prompt is the whole text so far."""
+
+    def __init__(self, url: str, trajectories: int, concurrent: int, seed: int) -> None:
+        self._url, self._trajectories, self._concurrent, self._seed = url, trajectories, concurrent, seed
+        self.tokens = self.turns = self.errors = 0
+        self.turns_s: list[float] = []
+
+    async def run(self) -> float:
+        """Make them all; returns the seconds that it took."""
+        todo = iter(range(self._trajectories))
+        start = time.monotonic()
+        timeout = aiohttp.ClientTimeout(total=300)
+        async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as session:
+            await asyncio.gather(*(self._loop(session, todo) for _ in range(self._concurrent)))
+        return time.monotonic() - start
+
+    async def _loop(self, session: aiohttp.ClientSession, todo: Iterator[int]) -> None:
+        for number in todo:
+            rng = random.Random(f"{self._seed}/{number}")
+            text = [rng.randrange(3, SERVING_SPEC.vocab) for _ in range(rng.randrange(160, 320))]
+            for turn in range(_TURNS):
+                text += await self._turn(session, f"{self._seed}-{number}", text, rng.randrange(16, 64))
+                if turn < _TURNS - 1:
+                    await asyncio.sleep(rng.uniform(0.05, 0.6))  # the environment takes its time
+                    text += [rng.randrange(3, SERVING_SPEC.vocab) for _ in range(rng.randrange(16, 48))]
+
+    async def _turn(self, session: aiohttp.ClientSession, name: str, text: list[int], count: int) -> list[int]:
+        body = {"prompt": text, "max_tokens": count, "temperature": 1.0, "ignore_eos": True, "return_token_ids": True}
+        start = time.monotonic()
+        while True:
+            async with session.post(
+                f"{self._url}/v1/completions", json=body, headers={"X-Trajectory-Id": name}
+            ) as answer:
+                if answer.status == 200:
+                    tokens = (await answer.json())["choices"][0]["token_ids"]
+                    break
+                self.errors += 1
+            await asyncio.sleep(0.2)
+        assert len(tokens) == count
+        self.tokens += count
+        self.turns += 1
+        self.turns_s.append(time.monotonic() - start)
+        return tokens
+
+
+@contextlib.contextmanager
+def _engine(log: Path) -> Iterator[str]:
+    """A dedicated engine with the rollout model, its worker on the host's core: a second device."""
+    port = free_port()
+    model = ensure_model(ROLLOUT_SPEC, Path("out") / "models")
+    env = {**os.environ, "VLLM_CPU_OMP_THREADS_BIND": str(HOST_CORE), "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model), *machine.COMMON.split()]
+    command += [f"--port={port}", "--host=127.0.0.1", "--served-model-name=rollout", "--enable-scale-out"]
+    command += ["--kv-cache-memory-bytes", str(96 << 20), "--max-num-batched-tokens=1024"]
+    with _running(command, f"http://127.0.0.1:{port}", log, env) as (url, process):
+        for pid in [process.pid, *descendants(process.pid)]:
+            core = HOST_CORE if "Worker" in cmdline(pid) else DEVICE_CORE
+            for task in os.listdir(f"/proc/{pid}/task"):
+                with contextlib.suppress(OSError):
+                    os.sched_setaffinity(int(task), {core} if core == HOST_CORE else {DEVICE_CORE, HOST_CORE})
+        yield url
+
+
+@contextlib.contextmanager
+def _proxy(row: Row, dedicated: str, borrowed: str, cap: int, log: Path) -> Iterator[str]:
+    port = free_port()
+    turns = cap if row.bounded else _UNBOUNDED
+    command = [sys.executable, "-m", "rl_driver.proxy.main", f"--port={port}", f"--dedicated={dedicated}"]
+    command += [f"--borrowed={borrowed}", f"--policy={row.policy}", "--lost-after-s=20"]
+    command += [f"--turns-per-dedicated={turns}", f"--turns-per-borrowed={turns}"]
+    with _running(command, f"http://127.0.0.1:{port}", log, dict(os.environ)) as (url, _):
+        deadline = time.monotonic() + 30
+        while _usable(url) < 2:
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"the proxy has not two workers; see {log}")
+            time.sleep(0.1)
+        yield url
+
+
+def _usable(url: str) -> int:
+    import json
+
+    with urllib.request.urlopen(f"{url}/coserve/v1/workers", timeout=5) as answer:
+        return sum(w["usable"] for w in json.load(answer)["workers"])
+
+
+@contextlib.contextmanager
+def _running(
+    command: list[str], url: str, log: Path, env: dict[str, str]
+) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+    with log.open("ab") as out:
+        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=env, start_new_session=True)
+    try:
+        deadline = time.monotonic() + 120
+        while True:
+            with contextlib.suppress(OSError):
+                urllib.request.urlopen(f"{url}/health", timeout=2).close()
+                break
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError(f"{command[2:5]} did not start; see {log}")
+            time.sleep(0.2)
+        yield url, process
+    finally:
+        stop(process)
+
+
+def _hits(url: str) -> tuple[float, float]:
+    """(tokens looked up in the prefix cache, tokens found) of an engine so far."""
+    with urllib.request.urlopen(f"{url}/metrics", timeout=5) as answer:
+        lines = answer.read().decode().splitlines()
+
+    def total(name: str) -> float:
+        return sum(float(line.split()[-1]) for line in lines if line.startswith(f"vllm:{name}_total"))
+
+    return total("prefix_cache_queries"), total("prefix_cache_hits")
+
+
+def policies(o: argparse.Namespace) -> dict[str, Any]:
+    """All rows, alternating."""
+    machine.OUT.mkdir(parents=True, exist_ok=True)
+    runs: dict[str, list[dict[str, Any]]] = {r.name: [] for r in ROWS}
+    flags = ["--coserve-ttft-slo-ms=300", "--coserve-tpot-slo-ms=40", "--coserve-stall-timeout-s=30"]
+    with machine.start(flags, "driver_pair.log", o.pool_gib) as pair, _engine(machine.OUT / "dedicated.log") as url:
+        pin(pair.process.pid)
+        asyncio.run(warm_up(pair.serving_url, pair.rollout_url))
+        asyncio.run(_warm(url))
+        for round_ in range(o.rounds):
+            for row in ROWS:
+                with _proxy(row, url, pair.rollout_url, o.cap, machine.OUT / f"proxy_{row.name}.log") as proxy:
+                    seed = 1000 * round_ + 17
+                    run = asyncio.run(_one(pair, url, proxy, o, f"{row.name}/{seed}"))
+                runs[row.name].append(run)
+                print(row.name, {k: round(v, 3) for k, v in run.items()}, flush=True)
+    return {
+        row.name: {"title": row.title, "runs": runs[row.name]}
+        | {k: median(r[k] for r in runs[row.name]) for k in runs[row.name][0]}
+        for row in ROWS
+    }
+
+
+async def _warm(url: str) -> None:
+    async with aiohttp.ClientSession() as session:
+        for n in (8, 64, 256):
+            body = {"prompt": list(range(3, 3 + n)), "max_tokens": 8, "ignore_eos": True}
+            async with session.post(f"{url}/v1/completions", json=body) as answer:
+                answer.raise_for_status()
+
+
+async def _one(pair: Pair, dedicated: str, proxy: str, o: argparse.Namespace, seed: str) -> dict[str, Any]:
+    for engine in (dedicated, pair.rollout_url):  # what earlier rows left in the prefix caches is of other prompts
+        _hits(engine)
+    agents = Agents(proxy, o.trajectories, o.concurrent, seed)  # type: ignore[arg-type]
+    schedule = machine.arrivals(o.trace, 600.0, o.rate, 0)
+    served: list[Any] = []
+    serving = asyncio.create_task(
+        serve_schedule(pair.serving_url, "serving", schedule, SERVING_SPEC.vocab, 0, lambda r: served.append(r))
+    )
+    before = [_hits(e) for e in (dedicated, pair.rollout_url)]
+    seconds = await agents.run()
+    after = [_hits(e) for e in (dedicated, pair.rollout_url)]
+    serving.cancel()
+    await asyncio.gather(serving, return_exceptions=True)
+    queries = sum(a[0] - b[0] for a, b in zip(after, before, strict=True))
+    hits = sum(a[1] - b[1] for a, b in zip(after, before, strict=True))
+    return {
+        "seconds": seconds,
+        "hit_rate": hits / queries,
+        "tokens_per_s": agents.tokens / seconds,
+        "turn_s_p50": median(agents.turns_s),
+        "computed_prompt_tokens": queries - hits,
+        "errors": float(agents.errors),
+    }
+
+
+def markdown(result: dict[str, Any]) -> str:
+    """The tables of a result."""
+    text = ""
+    if rows := result.get("policies"):
+        base = rows["pinned"]["seconds"]
+        head = ["", "rollout time s", "against baseline", "prefix hits", "prompt tokens computed", "turn P50 s"]
+        lines = [
+            [
+                r["title"],
+                f"{r['seconds']:.1f}",
+                f"{r['seconds'] / base:.2f}x",
+                f"{r['hit_rate']:.0%}",
+                f"{r['computed_prompt_tokens']:.0f}",
+                f"{r['turn_s_p50']:.2f}",
+            ]
+            for r in rows.values()
+        ]
+        text += results.table(head, lines) + "\n"
+    if cost := result.get("cost"):
+        t, idle, rate = cost["ttft"], cost["idle"], cost["rate"]
+        text += "Time to first token at 64 concurrent streams, directly and through the proxy: "
+        text += f"P50 {t['direct']['p50_ms']:.2f} and {t['proxy']['p50_ms']:.2f} ms, "
+        text += f"P99 {t['direct']['p99_ms']:.2f} and {t['proxy']['p99_ms']:.2f} ms: "
+        text += f"{t['added_p50_ms']:.2f} and {t['added_p99_ms']:.2f} ms more. "
+        text += f"{idle['streams']} idle streams: {idle['rss_mib']:.0f} MiB (before: {idle['rss_before_mib']:.0f}). "
+        text += f"{rate['tokens_per_s']:.0f} tokens/s through one process, at {rate['core_busy']:.0%} of a core.\n\n"
+        text += results.table(
+            ["share of the proxy's time", "calls", "where"], [[f"{s:.1%}", str(n), w] for s, n, w in cost["profile"]]
+        )
+    return text
+
+
+def main() -> None:
+    """Run and write driver.json and driver.md."""
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--trace", type=Path, help="serving's arrivals in the Azure CSV format (default: the generator)")
+    p.add_argument("--rate", type=float, default=1.5, help="serving requests per second (%(default)s)")
+    p.add_argument("--parts", default="policies,cost")
+    p.add_argument("--rounds", type=int, default=3)
+    p.add_argument("--trajectories", type=int, default=48)
+    p.add_argument("--concurrent", type=int, default=32)
+    p.add_argument("--cap", type=int, default=16, help="turns on an engine at a time (%(default)s)")
+    p.add_argument("--pool-gib", type=float, default=0.125)
+    p.add_argument("--out", type=Path, help="folder of the results (default: tests/bench/results)")
+    o = p.parse_args()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    parts = {"policies": lambda: policies(o), "cost": lambda: proxy_cost.measure(6, 8.0)}
+    result = {name: parts[name]() for name in o.parts.split(",")}
+    results.write("driver", result, markdown(result), o.out)
+
+
+if __name__ == "__main__":
+    main()

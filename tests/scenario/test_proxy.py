@@ -1,0 +1,466 @@
+"""The rollout proxy over real engines: a borrowed one (of a pair that serves) and a dedicated one."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+import requests
+import schemathesis
+from hypothesis import HealthCheck, given, settings
+
+from rl_driver.api.proxy_config import ProxyConfig
+from rl_driver.policy.routing import Turn
+from rl_driver.proxy.continuation import Answer, Limits, generate
+from rl_driver.proxy.server import Proxy
+from rl_driver.proxy.upstream import GenerateRequest
+from rl_driver.store.sqlite import SqliteStore
+from tests.scenario.harness import COMMON, KEY, RunningPair, bearer, prompt, wait_for
+from vllm_coserve.demo.run import free_port
+from vllm_coserve.demo.servers import stop
+
+pytestmark = [pytest.mark.scenario, pytest.mark.timeout(400)]
+
+_TIE_NATS = 0.1  # bf16 ties
+_LOGPROB_NATS = 0.15  # the same token scored in another batch
+
+
+@contextlib.contextmanager
+def _process(command: list[str], url: str, log: Path, bound_s: float, **env: str) -> Iterator[subprocess.Popen[bytes]]:
+    with log.open("ab") as out:
+        process = subprocess.Popen(
+            command, stdout=out, stderr=subprocess.STDOUT, env={**os.environ, **env}, start_new_session=True
+        )
+    try:
+        wait_for(f"{url} answers", lambda: _answers(process, url, log), bound_s)
+        yield process
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGCONT)
+        stop(process)
+
+
+def _answers(process: subprocess.Popen[bytes], url: str, log: Path) -> bool:
+    assert process.poll() is None, log.read_text(errors="replace")[-3000:]
+    return requests.get(f"{url}/health", timeout=2).status_code == 200
+
+
+@contextlib.contextmanager
+def _dedicated(model: Path, log: Path) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model), *COMMON.split()]
+    command += [f"--port={port}", "--host=127.0.0.1", "--served-model-name=rollout", f"--api-key={KEY}"]
+    command += ["--enable-scale-out", "--kv-cache-memory-bytes", str(128 << 20)]
+    env = {"VLLM_CPU_OMP_THREADS_BIND": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+    with _process(command, url, log, 120, **env) as process:
+        yield url, process
+
+
+@pytest.fixture(scope="module")
+def dedicated(models: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with _dedicated(models[1], tmp_path_factory.mktemp("dedicated") / "dedicated.log") as (url, _):
+        yield url
+
+
+@contextlib.contextmanager
+def _proxy(log: Path, *flags: str, port: int | None = None) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+    port = port or free_port()
+    url = f"http://127.0.0.1:{port}"
+    command = [sys.executable, "-m", "vllm_coserve.console.main", "proxy", f"--port={port}", "--poll-s=0.2", *flags]
+    with _process(command, url, log, 30, COSERVE_WORKER_API_KEY=KEY, COSERVE_API_KEY="proxy-key") as process:
+        yield url, process
+
+
+_AUTH = {"Authorization": "Bearer proxy-key"}
+
+
+@pytest.fixture(scope="module")
+def proxy(pair: RunningPair, dedicated: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    log = tmp_path_factory.mktemp("proxy") / "proxy.log"
+    with _proxy(log, f"--dedicated={dedicated}", f"--borrowed={pair.pair.rollout_url}") as (url, _):
+        _wait_usable(url, 2)
+        yield url
+    assert KEY not in log.read_text() and "proxy-key" not in log.read_text()
+
+
+def _workers(url: str) -> dict[str, Any]:
+    answer = requests.get(f"{url}/coserve/v1/workers", headers=_AUTH, timeout=5)
+    answer.raise_for_status()
+    return answer.json()
+
+
+def _wait_usable(url: str, count: int, bound_s: float = 60) -> None:
+    wait_for(f"{count} usable workers", lambda: sum(w["usable"] for w in _workers(url)["workers"]) == count, bound_s)
+
+
+def _complete(url: str, tokens: list[int], count: int, headers: dict[str, str] | None = None, **more: Any) -> Any:
+    body = {"prompt": tokens, "max_tokens": count, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    answer = requests.post(f"{url}/v1/completions", json=body | more, headers=_AUTH | (headers or {}), timeout=90)
+    assert answer.status_code == 200, answer.text
+    return answer.json()["choices"][0]
+
+
+def _score(url: str, text: list[int]) -> list[dict[str, Any] | None]:
+    """Logprobs of each token of a text and of the best one in its place, by one engine in one go."""
+    body = {"model": "rollout", "prompt": text, "max_tokens": 1, "prompt_logprobs": 1}
+    answer = requests.post(f"{url}/v1/completions", json=body, headers=bearer(), timeout=60)
+    answer.raise_for_status()
+    return answer.json()["choices"][0]["prompt_logprobs"]
+
+
+def _check_scores(url: str, tokens: list[int], choice: dict[str, Any], greedy: bool) -> None:
+    out = choice["token_ids"]
+    scored = _score(url, [*tokens, *out])[len(tokens) :]
+    for token, own, entry in zip(out, choice["logprobs"], scored, strict=True):
+        logprob = entry[str(token)]["logprob"]
+        assert abs(logprob - own) < _LOGPROB_NATS, (token, logprob, own)
+        if greedy:
+            assert max(e["logprob"] for e in entry.values()) - logprob < _TIE_NATS
+
+
+# ---- exactness
+
+
+async def _disturbed(config: ProxyConfig, tokens: list[int], count: int, every: int, greedy: bool) -> dict[str, Any]:
+    """An answer whose turn is called away from its worker after every so many tokens."""
+    proxy = Proxy(config)
+    await proxy.start()
+    try:
+        async with asyncio.timeout(60):
+            while len(proxy.fleet.usable()) < 2:
+                await asyncio.sleep(0.05)
+        sampling = {"temperature": 0.0 if greedy else 1.0, "ignore_eos": True}
+        answer = Answer(GenerateRequest(tuple(tokens), count, 0, 0, sampling))
+        logprobs: list[float] = []
+        moves: list[str] = []
+        since = 0
+        turn = Turn("turn", "trajectory")
+        parts = generate(
+            turn, answer, proxy.scheduler, proxy.upstream, Limits(), lambda worker, outcome, why: moves.append(worker)
+        )
+        async for chunk in parts:
+            logprobs += chunk.logprobs
+            since += len(chunk.token_ids)
+            if since >= every:
+                since = 0
+                for worker in config.dedicated + config.borrowed:
+                    proxy.scheduler.move_all(worker, "test")
+        spans = answer.spans(len(answer.tokens))
+        return {"token_ids": answer.tokens, "logprobs": logprobs, "spans": spans, "moves": moves}
+    finally:
+        await proxy.stop()
+
+
+@pytest.mark.parametrize("greedy", [True, False], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("every", [1, 7, random.Random(0).randrange(8, 30)])
+def test_a_trajectory_that_moves_all_the_time_is_as_if_it_had_not(
+    pair: RunningPair, dedicated: str, every: int, greedy: bool
+) -> None:
+    config = ProxyConfig(
+        dedicated=(dedicated,), borrowed=(pair.pair.rollout_url,), worker_api_key=KEY, poll_s=0.2, job="exactness"
+    )
+    tokens = prompt(31 + every, 60)
+    got = asyncio.run(_disturbed(config, tokens, 48, every, greedy))
+    assert len(got["token_ids"]) == len(got["logprobs"]) == 48
+    assert len(got["moves"]) >= 47 // max(every, 8), "a stream's chunk may hold several tokens"
+    assert set(got["moves"]) == {dedicated, pair.pair.rollout_url}
+    assert got["spans"][0].start == 0 and got["spans"][-1].end == 48
+    _check_scores(dedicated, tokens, got, greedy)
+
+
+def test_memory_taken_back_in_the_middle_is_not_seen(pair: RunningPair, proxy: str, dedicated: str) -> None:
+    """The borrowed engine is deactivated and activated again and again, under load."""
+    results: list[Any] = []
+    stop_at = time.monotonic() + 12
+
+    def load(index: int) -> None:
+        n = 0
+        while time.monotonic() < stop_at:
+            tokens = prompt(1000 * index + n, 40)
+            n += 1
+            results.append((tokens, _complete(proxy, tokens, 60, logprobs=0)))
+
+    threads = [threading.Thread(target=load, args=(i,)) for i in range(24)]
+    for thread in threads:
+        thread.start()
+    while time.monotonic() < stop_at:
+        pair.coserve("POST", "deactivate")
+        time.sleep(0.5)
+        pair.coserve("POST", "activate")
+        time.sleep(1.5)
+    for thread in threads:
+        thread.join(120)
+        assert not thread.is_alive()
+    assert len(results) >= 24
+    metrics = requests.get(f"{proxy}/metrics", timeout=5).text
+    moved = [line for line in metrics.splitlines() if line.startswith('coserve_proxy_legs_total{outcome="moved"}')]
+    assert moved and float(moved[0].split()[-1]) > 0, "nothing was taken back"
+    for tokens, choice in random.Random(1).sample(results, 8):
+        assert choice["finish_reason"] == "length" and choice["weight_versions"][-1]["end"] == 60
+        flat = {"token_ids": choice["token_ids"], "logprobs": choice["logprobs"]["token_logprobs"]}
+        _check_scores(dedicated, tokens, flat, greedy=True)
+
+
+# ---- clients
+
+
+def test_an_unmodified_openai_client(proxy: str) -> None:
+    client = openai.OpenAI(base_url=f"{proxy}/v1", api_key="proxy-key", max_retries=0)
+    model = client.models.list().data[0].id
+    done = client.completions.create(model=model, prompt="ba be bi bo", max_tokens=12, logprobs=2, temperature=0)
+    assert done.usage.completion_tokens >= 1 and done.choices[0].text
+    assert len(done.choices[0].logprobs.tokens) == done.usage.completion_tokens
+    assert "".join(done.choices[0].logprobs.tokens).startswith(done.choices[0].text[:3])
+    parts = client.completions.create(
+        model=model,
+        prompt="ba be bi bo",
+        max_tokens=12,
+        temperature=0,
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    parts = list(parts)
+    assert "".join(c.text for p in parts for c in p.choices) == done.choices[0].text
+    assert parts[-1].usage.completion_tokens == done.usage.completion_tokens
+    messages = [{"role": "user", "content": "ba be bi bo"}]
+    chat = client.chat.completions.create(model=model, messages=messages, max_tokens=12, temperature=0, logprobs=True)
+    assert chat.choices[0].message.role == "assistant" and chat.choices[0].logprobs.content
+    deltas = client.chat.completions.create(model=model, messages=messages, max_tokens=12, temperature=0, stream=True)
+    text = "".join(d.choices[0].delta.content or "" for d in deltas if d.choices)
+    assert text == chat.choices[0].message.content
+    stop = done.choices[0].text[4:6]
+    cut = client.completions.create(model=model, prompt="ba be bi bo", max_tokens=12, temperature=0, stop=[stop])
+    assert cut.choices[0].text == done.choices[0].text.partition(stop)[0] and cut.choices[0].finish_reason == "stop"
+    with pytest.raises(openai.NotFoundError, match="the workers serve"):
+        client.completions.create(model="other", prompt="x")
+    with pytest.raises(openai.AuthenticationError):
+        openai.OpenAI(base_url=f"{proxy}/v1", api_key="wrong", max_retries=0).models.list()
+
+
+def test_what_the_proxy_says_is_what_vllm_says(proxy: str, dedicated: str) -> None:
+    """Text, logprobs and stop strings, against the engine itself."""
+    for more in (
+        {"logprobs": 2},
+        {"stop": ["a", "e"]},
+        {"stop": ["i"], "include_stop_str_in_output": True, "min_tokens": 3},
+        {"echo": True},
+        {"n": 2, "seed": 5},
+    ):
+        body = {"model": "rollout", "prompt": "ga ge gi go gu", "max_tokens": 16, "temperature": 0, **more}
+        want = requests.post(f"{dedicated}/v1/completions", json=body, headers=bearer(), timeout=30).json()
+        got = requests.post(f"{proxy}/v1/completions", json=body, headers=_AUTH, timeout=30).json()
+        for a, b in zip(want["choices"], got["choices"], strict=True):
+            assert (a["text"], a["finish_reason"], a["stop_reason"]) == (
+                b["text"],
+                b["finish_reason"],
+                b["stop_reason"],
+            )
+            if a["logprobs"]:
+                assert a["logprobs"]["tokens"] == b["logprobs"]["tokens"]
+                assert a["logprobs"]["text_offset"] == b["logprobs"]["text_offset"]
+                assert b["logprobs"]["token_logprobs"] == pytest.approx(a["logprobs"]["token_logprobs"], abs=0.15)
+                assert [len(t) for t in a["logprobs"]["top_logprobs"]] == [
+                    len(t) for t in b["logprobs"]["top_logprobs"]
+                ]
+        assert want["usage"]["completion_tokens"] == got["usage"]["completion_tokens"]
+
+
+def test_an_unmodified_vllm_bench_serve(proxy: str, models: tuple[Path, Path], tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "bench", "serve", "--backend", "openai"]
+    command += ["--base-url", proxy, "--endpoint", "/v1/completions", "--model", "rollout"]
+    command += ["--tokenizer", str(models[1]), "--dataset-name", "random", "--random-input-len", "32"]
+    command += ["--random-output-len", "16", "--num-prompts", "16", "--max-concurrency", "8", "--save-result"]
+    command += ["--result-dir", str(tmp_path), "--result-filename", "r.json", "--disable-tqdm"]
+    env = {**os.environ, "OPENAI_API_KEY": "proxy-key", "HF_HUB_OFFLINE": "1"}
+    run = subprocess.run(command, env=env, capture_output=True, text=True, timeout=180, check=False)
+    assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-2000:]
+    result = json.loads((tmp_path / "r.json").read_text())
+    assert result["completed"] == 16 and result["total_output_tokens"] == 16 * 16
+
+
+def test_schemathesis_finds_no_answer_outside_the_schema(proxy: str) -> None:
+    schema = schemathesis.openapi.from_url(f"{proxy}/openapi.json")
+    tried = set()
+    for result in schema.get_all_operations():
+        operation = result.ok()
+        tried.add(operation.label)
+
+        @settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+        @given(case=operation.as_strategy())
+        def try_it(case: Any) -> None:
+            changes_fleet = case.method in ("POST", "DELETE") and case.path.endswith("/workers")
+            case.call_and_validate(headers={} if changes_fleet else _AUTH, timeout=60)  # no key: the fleet stays
+
+        try_it()
+    assert {"POST /v1/completions", "POST /v1/chat/completions", "GET /coserve/v1/workers"} <= tried
+    assert _complete(proxy, prompt(1, 8), 4)["finish_reason"] == "length"
+
+
+# ---- faults
+
+
+class _Relay:
+    """A way to a worker that can be cut without anybody being told: packets go nowhere, as in a partition."""
+
+    def __init__(self, target_port: int) -> None:
+        self._target, self.cut, self._listener = target_port, False, socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                client, _ = self._listener.accept()
+                server = socket.create_connection(("127.0.0.1", self._target))
+                for a, b in ((client, server), (server, client)):
+                    threading.Thread(target=self._pump, args=(a, b), daemon=True).start()
+
+    def _pump(self, a: socket.socket, b: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := a.recv(65536):
+                while self.cut:
+                    time.sleep(0.05)
+                b.sendall(data)
+        for s in (a, b):
+            with contextlib.suppress(OSError):
+                s.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self._listener.close()
+
+
+def test_kills_stops_and_partitions_lose_no_turn(pair: RunningPair, models: tuple[Path, Path], tmp_path: Path) -> None:
+    """The borrowed engine is killed and stopped, the way to it is cut, the dedicated one is killed; the proxy too."""
+    relay = _Relay(int(pair.pair.rollout_url.rpartition(":")[2]))
+    store, port = tmp_path / "turns.sqlite", free_port()
+    turns: dict[tuple[str, int], list[int]] = {}
+    errors: list[str] = []
+    over = threading.Event()
+
+    def trajectory(index: int) -> None:
+        rng, n = random.Random(index), 0
+        while not over.is_set():
+            name, text = f"t{index}-{n}", prompt(77 * index + n, 30)
+            n += 1
+            for turn in range(3):
+                text += _turn(name, turn, text)
+                text += [rng.randrange(3, 4096) for _ in range(5)]
+                if over.is_set():
+                    return
+
+    def _turn(name: str, turn: int, text: list[int]) -> list[int]:
+        """A turn as an RL framework makes it: the same call again until it is answered."""
+        headers = {"X-Trajectory-Id": name, "X-Turn-Index": str(turn)}
+        deadline = time.monotonic() + 60
+        while True:
+            try:
+                out = _complete(f"http://127.0.0.1:{port}", text, 24, headers)["token_ids"]
+                assert turns.setdefault((name, turn), out) == out and len(out) == 24
+                return out
+            except requests.RequestException:
+                if time.monotonic() > deadline:
+                    errors.append(f"{name} {turn} was not answered within 60 s")
+                    raise
+                time.sleep(0.1)
+
+    def serve() -> None:
+        n = 0
+        while not over.is_set():
+            try:
+                assert len(pair.complete(False, prompt(n, 60), 12)["token_ids"]) == 12
+            except Exception as exc:  # recovery: told at the end
+                errors.append(f"serving: {exc}")
+            n += 1
+
+    threads = [threading.Thread(target=trajectory, args=(i,)) for i in range(20)]
+    threads += [threading.Thread(target=serve) for _ in range(2)]
+    flags = [f"--borrowed={relay.url}", f"--store={store}", "--lost-after-s=2"]
+    with contextlib.ExitStack() as stack:
+        url, engine = stack.enter_context(_dedicated(models[1], tmp_path / "dedicated.log"))
+        running = contextlib.ExitStack()
+        running.enter_context(_proxy(tmp_path / "proxy.log", f"--dedicated={url}", *flags, port=port))
+        _wait_usable(f"http://127.0.0.1:{port}", 2)
+        for thread in threads:
+            thread.start()
+        time.sleep(3)
+        relay.cut = True  # partition
+        time.sleep(5)
+        relay.cut = False
+        time.sleep(2)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pair.pid(True, "Worker"), signal.SIGKILL)
+        time.sleep(4)
+        stack.callback(running.close)
+        killed = stack.enter_context(contextlib.ExitStack())
+        proxy_pid = next(p for p in _pids_with(f"--port={port}") if "proxy" in Path(f"/proc/{p}/cmdline").read_text())
+        os.kill(proxy_pid, signal.SIGKILL)
+        running.close()
+        killed.enter_context(_proxy(tmp_path / "proxy.log", f"--dedicated={url}", *flags, port=port))
+        time.sleep(4)
+        wait_for("the borrowed engine is back", lambda: pair.coserve("GET", "status")["state"] == "active", 120)
+        _wait_usable(f"http://127.0.0.1:{port}", 2)
+        stopped = pair.pid(True, "EngineCore")
+        os.kill(stopped, signal.SIGSTOP)
+        time.sleep(4)
+        os.kill(stopped, signal.SIGCONT)
+        time.sleep(2)
+        os.killpg(engine.pid, signal.SIGKILL)  # only the borrowed one is left
+        time.sleep(3)
+        over.set()
+        for thread in threads:
+            thread.join(70)
+            assert not thread.is_alive(), "something hangs"
+    relay.close()
+    assert not errors
+    with contextlib.closing(SqliteStore(store)) as kept:
+        for name in {name for name, _ in turns}:
+            for turn in kept.get(name).turns:
+                if (name, turn.index) in turns:
+                    assert list(turn.output_token_ids) == turns[name, turn.index]
+    assert len(turns) >= 40
+    wait_for("the borrowed engine is back", lambda: pair.coserve("GET", "status")["state"] == "active", 120)
+
+
+def _pids_with(word: str) -> list[int]:
+    found = []
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            if entry.name.isdigit() and word in (entry / "cmdline").read_text():
+                found.append(int(entry.name))
+    return found
+
+
+# ---- mistakes people make
+
+
+def test_mistakes_are_named(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "vllm_coserve.console.main", "proxy"]
+
+    def run(*flags: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([*command, *flags], capture_output=True, text=True, timeout=30, check=False)
+
+    bad = run("--dedicated=localhost:8000")
+    assert bad.returncode == 2 and "http://127.0.0.1:8000" in bad.stderr
+    assert run("--nonsense").returncode == 2
+    (tmp_path / "x.sqlite").write_text("no database, but longer than its header would be" * 3)
+    broken = run("--port=0", f"--store={tmp_path / 'x.sqlite'}")
+    assert broken.returncode == 2 and "--store" in broken.stderr
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        busy = run(f"--port={taken.getsockname()[1]}")
+        assert busy.returncode == 1 and "--port" in busy.stderr
+    assert "Traceback" not in bad.stderr + broken.stderr + busy.stderr

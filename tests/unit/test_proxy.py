@@ -1,0 +1,505 @@
+"""The rollout proxy over HTTP, with workers that fail in every scripted way."""
+
+import asyncio
+import contextlib
+import json
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from rl_driver.api.proxy_config import ProxyConfig, parse_proxy_config
+from rl_driver.proxy.server import Proxy
+from tests.unit.fake_worker import MODEL, FakeWorker, undisturbed, workers
+from vllm_coserve.api.errors import ConfigurationError
+
+_PROMPT = [5, 6, 7, 8]
+
+
+class Client:
+    def __init__(self, proxy, session, url):
+        self.proxy, self.session, self.url = proxy, session, url
+
+    async def post(self, path, body, **headers):
+        async with self.session.post(self.url + path, json=body, headers=headers) as answer:
+            return answer.status, await answer.json(), answer.headers
+
+    async def complete(self, count=12, headers=None, **more):
+        body = {"prompt": _PROMPT, "max_tokens": count, "return_token_ids": True, "logprobs": 0, **more}
+        status, answer, _ = await self.post("/v1/completions", body, **(headers or {}))
+        assert status == 200, answer
+        return answer
+
+    async def stream(self, body, path="/v1/completions", headers=None):
+        """Events of a stream; the connection stays open as long as they are read."""
+        async with self.session.post(self.url + path, json={**body, "stream": True}, headers=headers) as answer:
+            assert answer.status == 200, await answer.text()
+            async for line in answer.content:
+                if line.startswith(b"data: {"):
+                    yield json.loads(line[6:])
+                elif line.startswith(b"data: [DONE]"):
+                    yield None
+
+    async def usable(self, count):
+        async with asyncio.timeout(5):
+            while len(self.proxy.fleet.usable()) != count:
+                await asyncio.sleep(0.01)
+
+
+@contextlib.asynccontextmanager
+async def running(*fakes, usable=None, **config):
+    urls = {"dedicated": [], "borrowed": []}
+    for fake in fakes:
+        urls["borrowed" if fake.borrowed else "dedicated"].append(fake.url)
+    values = {"poll_s": 0.05, "lost_after_s": 0.3, **{k: tuple(v) for k, v in urls.items()}, **config}
+    proxy = Proxy(ProxyConfig(**values))
+    await proxy.start()
+    runner = web.AppRunner(proxy.app(), handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
+    proxy.runner = runner
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    url = f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}"
+    try:
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=20)) as session:
+            client = Client(proxy, session, url)
+            await client.usable(len(fakes) if usable is None else usable)
+            yield client
+    finally:
+        await runner.cleanup()
+        await proxy.stop()
+
+
+def run(test):
+    """Run an async test with a bound."""
+
+    async def bounded():
+        async with asyncio.timeout(25):
+            await test
+
+    asyncio.run(bounded())
+
+
+def _check(choice, count, versions=None):
+    assert choice["token_ids"] == undisturbed(_PROMPT, count)
+    assert choice["logprobs"]["token_logprobs"] == [-t / 1000 for t in choice["token_ids"]]
+    spans = choice["weight_versions"]
+    assert [s["start"] for s in spans] == [0, *(s["end"] for s in spans[:-1])] and spans[-1]["end"] == count
+    if versions:
+        assert [s["version"] for s in spans] == versions
+
+
+# ---- one answer
+
+
+def test_tokens_in_and_out_whole_and_streamed():
+    async def test():
+        async with workers(FakeWorker()) as fakes, running(*fakes) as client:
+            answer = await client.complete(12)
+            (choice,) = answer["choices"]
+            _check(choice, 12, ["step-1"])
+            assert choice["finish_reason"] == "length" and choice["prompt_token_ids"] == _PROMPT
+            assert answer["usage"] == {"prompt_tokens": 4, "completion_tokens": 12, "total_tokens": 16}
+            body = {"prompt": _PROMPT, "max_tokens": 12, "return_token_ids": True, "logprobs": 1}
+            events = [e async for e in client.stream({**body, "stream_options": {"include_usage": True}})]
+            assert events[-1] is None and events[-2]["usage"]["completion_tokens"] == 12
+            choices = [c for e in events[:-1] for c in e["choices"]]
+            assert [t for c in choices for t in c["token_ids"]] == undisturbed(_PROMPT, 12)
+            assert choices[-1]["finish_reason"] == "length" and choices[-1]["weight_versions"][0]["end"] == 12
+            assert all(len(t) == 1 for c in choices for t in c["logprobs"]["top_logprobs"])
+
+    run(test())
+
+
+_FAULTS = ["coserve:reclaimed", "coserve:stalled", "lost", "garbage", "endless", "lies", "error", "500", "503", "413"]
+
+
+@pytest.mark.parametrize("how", _FAULTS)
+@pytest.mark.parametrize("after", [0, 1, 5])
+def test_a_call_goes_on_elsewhere_and_nobody_sees_it(how, after):
+    async def test():
+        async with workers(FakeWorker(version="step-1"), FakeWorker(version="step-2")) as fakes:
+            async with running(*fakes) as client:
+                for fake in fakes:
+                    fake.faults = [(after, how)]
+                (choice,) = (await client.complete(12))["choices"]
+                _check(choice, 12)
+                assert choice["finish_reason"] == "length"
+                legs = fakes[0].calls + fakes[1].calls
+                assert len(legs) == 3 and all(
+                    len(b["token_ids"]) + b["sampling_params"]["max_tokens"] == 16 for b in legs
+                )
+                assert not any(b["sampling_params"]["detokenize"] for b in legs)
+        assert client.proxy.scheduler._places == {} and client.proxy.scheduler.queued == 0
+
+    run(test())
+
+
+def test_spans_name_the_weights_of_each_worker():
+    async def test():
+        async with workers(FakeWorker(version="step-1"), FakeWorker(version="step-2")) as fakes:
+            async with running(*fakes) as client:
+                for fake in fakes:
+                    fake.faults = [(4, "coserve:reclaimed")]
+                (choice,) = (await client.complete(12))["choices"]
+                _check(choice, 12)
+                assert [s["version"] for s in choice["weight_versions"]] in (
+                    ["step-1", "step-2", "step-1"],
+                    ["step-2", "step-1", "step-2"],
+                )
+                assert [s["end"] for s in choice["weight_versions"]] == [4, 8, 12]
+
+    run(test())
+
+
+def test_a_worker_with_older_weights_than_it_said_is_left():
+    async def test():
+        async with workers(FakeWorker(version="step-5"), FakeWorker(version="step-5")) as fakes:
+            async with running(*fakes) as client:
+                for fake in fakes:  # plain vLLM says its version only with its answers
+                    client.proxy.fleet.note_version(fake.url, "step-5")
+                fakes[0].faults = fakes[1].faults = [(3, "old")]  # whoever is first
+                (choice,) = (await client.complete(9, headers={"X-Min-Weight-Version": "step-5"}))["choices"]
+                _check(choice, 9, ["step-5"])
+
+    run(test())
+
+
+def test_a_worker_that_hangs_is_left_by_its_bound():
+    async def test():
+        async with workers(FakeWorker(), FakeWorker()) as fakes, running(*fakes, chunk_timeout_s=0.3) as client:
+            for fake in fakes:
+                fake.faults = [(3, "hangs")]
+            _check((await client.complete(12))["choices"][0], 12)
+
+    run(test())
+
+
+def test_a_dead_worker_is_left_at_once_and_comes_back():
+    async def test():
+        async with workers(FakeWorker(step_s=0.05, chunk=1), FakeWorker(step_s=0.05, chunk=1)) as fakes:
+            async with running(*fakes) as client:
+                task = asyncio.create_task(client.complete(30))
+                while not any(f.open for f in fakes):
+                    await asyncio.sleep(0.01)
+                busy = next(f for f in fakes if f.open)
+                await busy.die()
+                _check((await task)["choices"][0], 30)
+                await client.usable(1)
+
+    run(test())
+
+
+def test_a_client_that_leaves_frees_the_worker():
+    async def test():
+        async with workers(FakeWorker(step_s=0.02, chunk=1)) as fakes, running(*fakes) as client:
+            for stream in (True, False):
+                body = {"prompt": _PROMPT, "max_tokens": 4000, "stream": stream}
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(0.3):
+                        async with client.session.post(client.url + "/v1/completions", json=body) as answer:
+                            await answer.read()
+                async with asyncio.timeout(3):
+                    while fakes[0].open or client.proxy.scheduler._places:
+                        await asyncio.sleep(0.01)
+
+    run(test())
+
+
+def test_several_answers_to_several_prompts():
+    async def test():
+        async with workers(FakeWorker(), FakeWorker()) as fakes, running(*fakes) as client:
+            fakes[0].faults = [(2, "lost")]
+            prompts = [[1, 2], [3, 4, 5]]
+            answer = await client.complete(6, prompt=prompts, n=2, seed=7)
+            assert [c["index"] for c in answer["choices"]] == [0, 1, 2, 3]
+            for choice in answer["choices"]:
+                assert choice["token_ids"] == undisturbed(prompts[choice["index"] // 2], 6)
+            seeds = {b["sampling_params"]["seed"] for f in fakes for b in f.calls}
+            assert seeds == {7, 8} and answer["usage"]["completion_tokens"] == 24
+            body = {"prompt": prompts, "n": 2, "max_tokens": 6, "return_token_ids": True}
+            out = [[] for _ in range(4)]
+            async for event in client.stream(body):
+                for choice in event["choices"] if event else ():
+                    out[choice["index"]] += choice["token_ids"]
+            assert out == [undisturbed(prompts[i // 2], 6) for i in range(4)]
+
+    run(test())
+
+
+def test_stop_tokens_and_sampling_parameters_reach_the_worker():
+    async def test():
+        async with workers(FakeWorker()) as fakes, running(*fakes) as client:
+            stop = undisturbed(_PROMPT, 5)[-1]
+            answer = await client.complete(20, stop_token_ids=[stop], temperature=0.25, top_k=7)
+            (choice,) = answer["choices"]
+            assert (choice["finish_reason"], choice["stop_reason"], len(choice["token_ids"])) == ("stop", stop, 5)
+            sampling = fakes[0].calls[-1]["sampling_params"]
+            assert (sampling["temperature"], sampling["top_k"], sampling["top_p"]) == (0.25, 7, 1.0)
+            await client.complete(3)
+            assert fakes[0].calls[-1]["sampling_params"]["temperature"] == 0.7, "the model's own default"
+            await client.complete(3, bad_words=["x"])
+            assert fakes[0].calls[-1]["sampling_params"]["bad_words"] == ["x"], "rendered by the worker"
+
+    run(test())
+
+
+def test_chat_is_rendered_by_a_worker_and_tools_are_read_by_one():
+    async def test():
+        async with workers(FakeWorker()) as fakes, running(*fakes) as client:
+            chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 5, "return_token_ids": True}
+            status, answer, _ = await client.post("/v1/chat/completions", {**chat, "logprobs": True, "top_logprobs": 2})
+            (choice,) = answer["choices"]
+            assert status == 200 and choice["token_ids"] == undisturbed([11], 5)
+            assert choice["message"]["role"] == "assistant" and answer["prompt_token_ids"] == [11]
+            assert [len(e["top_logprobs"]) for e in choice["logprobs"]["content"]] == [2] * 5
+            events = [e async for e in client.stream(chat, "/v1/chat/completions")]
+            assert events[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+            assert events[-2]["choices"][0]["finish_reason"] == "length"
+            tools = [{"type": "function", "function": {"name": "f"}}]
+            _, answer, _ = await client.post("/v1/chat/completions", {**chat, "tools": tools})
+            assert answer["choices"][0]["message"]["tool_calls"][0]["function"]["arguments"] == "5"
+            assert answer["choices"][0]["finish_reason"] == "tool_calls"
+            events = [e async for e in client.stream({**chat, "tools": tools}, "/v1/chat/completions")]
+            (last,) = events[-2]["choices"]
+            assert last["delta"]["tool_calls"][0]["index"] == 0 and last["finish_reason"] == "tool_calls"
+
+    run(test())
+
+
+# ---- places
+
+
+def test_overload_is_429_and_the_queue_is_first_come_first_served():
+    async def test():
+        async with workers(FakeWorker(step_s=0.05, chunk=1)) as fakes:
+            async with running(*fakes, turns_per_dedicated=1, queue_turns=2) as client:
+                calls = []
+                for i in range(3):
+                    calls.append(asyncio.create_task(client.complete(6, prompt=[9, i])))
+                    await asyncio.sleep(0.03)
+                body = {"prompt": [1], "max_tokens": 1}
+                status, answer, headers = await client.post("/v1/completions", body)
+                assert status == 429 and int(headers["Retry-After"]) >= 1 and "wait" in answer["error"]["message"]
+                await asyncio.gather(*calls)
+                assert [b["token_ids"][:2] for b in fakes[0].calls] == [[9, 0], [9, 1], [9, 2]]
+
+    run(test())
+
+
+def test_nothing_waits_for_ever():
+    async def test():
+        async with workers(FakeWorker(step_s=0.05, chunk=1)) as fakes:
+            async with running(*fakes, turns_per_dedicated=1, queue_timeout_s=0.2) as client:
+                first = asyncio.create_task(client.complete(20))
+                await asyncio.sleep(0.05)
+                status, answer, _ = await client.post("/v1/completions", {"prompt": [1], "max_tokens": 1})
+                assert status == 429 and "no room" in answer["error"]["message"]
+                await first
+        async with running(usable=0, queue_timeout_s=0.2) as client:
+            status, answer, _ = await client.post("/v1/completions", {"prompt": [1]})
+            assert status == 503 and "no worker" in answer["error"]["message"]
+            async with client.session.get(client.url + "/health") as answer:
+                assert answer.status == 503
+
+    run(test())
+
+
+def test_a_worker_taken_off_gives_its_calls_away():
+    async def test():
+        async with workers(FakeWorker(step_s=0.03, chunk=1), FakeWorker(step_s=0.03, chunk=1)) as fakes:
+            async with running(fakes[0]) as client:
+                task = asyncio.create_task(client.complete(30))
+                while not fakes[0].open:
+                    await asyncio.sleep(0.01)
+                status, _, _ = await client.post("/coserve/v1/workers", {"url": fakes[1].url, "kind": "dedicated"})
+                assert status == 200
+                await client.usable(2)
+                async with client.session.delete(f"{client.url}/coserve/v1/workers?url={fakes[0].url}") as answer:
+                    assert answer.status == 200 and len((await answer.json())["workers"]) == 1
+                _check((await task)["choices"][0], 30)
+                assert len(fakes[1].calls) == 1
+
+    run(test())
+
+
+def test_continuous_migration_moves_a_pending_call_to_a_free_worker():
+    async def test():
+        async with workers(FakeWorker(), FakeWorker()) as fakes, running(fakes[0], policy="balanced") as client:
+            fakes[0].faults = [(0, "hangs")] * 2
+            calls = [asyncio.create_task(client.complete(8)) for _ in range(2)]
+            while fakes[0].open < 2:
+                await asyncio.sleep(0.01)
+            client.proxy.fleet.add(fakes[1].url, "dedicated")
+            for call in calls:
+                _check((await call)["choices"][0], 8)
+            assert len(fakes[1].calls) == 2
+
+    run(test())
+
+
+# ---- borrowed engines
+
+
+def test_the_emptiest_borrowed_engines_are_held_and_given_free():
+    async def test():
+        fakes = [FakeWorker(borrowed=True) for _ in range(4)]
+        for fake, usage in zip(fakes, (0.9, 0.2, 0.1, 0.0), strict=True):
+            fake.usage = usage
+        fakes[3].holder = "another-job"
+        async with workers(*fakes):
+            async with running(*fakes, usable=2, borrow=2, job="mine") as client:
+                assert [f.holder for f in fakes] == [None, "mine", "mine", "another-job"]
+                assert (await client.post("/coserve/v1/step", {}))[0] == 200
+                assert [f.steps for f in fakes] == [0, 1, 1, 0]
+                _check((await client.complete(5))["choices"][0], 5)
+                fakes[2].state = "deactivated"
+                while fakes[0].holder != "mine":
+                    await asyncio.sleep(0.01)
+                states = client.proxy._state().workers
+                assert [w.usable for w in states][1] and "another RL job" in states[3].wrong
+            assert [f.holder for f in fakes][:2] == [None, None] and fakes[3].holder == "another-job"
+
+    run(test())
+
+
+# ---- stored turns
+
+
+def test_a_finished_turn_is_kept_over_a_restart_and_not_made_again(tmp_path):
+    async def test():
+        store = str(tmp_path / "turns.sqlite")
+        async with workers(FakeWorker()) as fakes:
+            async with running(*fakes, store=store) as client:
+                headers = {"X-Trajectory-Id": "t1", "X-Turn-Index": "0"}
+                first = await client.complete(6, headers=headers)
+                text = _PROMPT + first["choices"][0]["token_ids"] + [50, 51]
+                await client.complete(4, headers={**headers, "X-Turn-Index": "1"}, prompt=text)
+                trajectory = await client.proxy.records._run(lambda: client.proxy.records._store.get("t1"))
+                assert trajectory.token_ids() == text + undisturbed(text, 4)
+                assert trajectory.turns[1].input_token_ids == (50, 51) and trajectory.turns[1].kept is None
+            calls = len(fakes[0].calls)
+            async with running(*fakes, store=store) as client:
+                again = await client.complete(6, headers=headers)
+                assert again["choices"][0]["token_ids"] == first["choices"][0]["token_ids"]
+                assert (
+                    again["choices"][0]["logprobs"]["token_logprobs"]
+                    == (first["choices"][0]["logprobs"]["token_logprobs"])
+                )
+                assert len(fakes[0].calls) == calls, "not made again"
+                body = {"prompt": [1, 2], "max_tokens": 6}
+                status, answer, _ = await client.post("/v1/completions", body, **headers)
+                assert status == 409 and "another prompt" in answer["error"]["message"]
+
+    run(test())
+
+
+# ---- bad input, keys
+
+
+_BAD = [
+    (b"", "JSON"),
+    (b"[]", "object"),
+    (b'{"prompt": "\xff"}', "JSON"),
+    (b"{" * 5000, "JSON"),
+    (b'{"prompt": []}', "prompt"),
+    (b'{"prompt": [[]]}', "prompt"),
+    (b'{"prompt": [1, "a"]}', "prompt"),
+    (b'{"prompt": [-1]}', "prompt"),
+    (b'{"prompt": [1], "max_tokens": 0}', "max_tokens"),
+    (b'{"prompt": [1], "max_tokens": 1e300}', "max_tokens"),
+    (b'{"prompt": [1], "max_tokens": 9000}', "shorten"),
+    (b'{"prompt": [1], "temperature": -1}', "temperature"),
+    (b'{"prompt": [1], "temperature": NaN}', "JSON"),
+    (b'{"prompt": [1], "n": 0}', "n"),
+    (b'{"prompt": [1], "logprobs": 21}', "logprobs"),
+    (b'{"prompt": "text"}', "tokenizer"),
+    (b'{"prompt": [1], "stop": "a"}', "tokenizer"),
+    (b'{"max_tokens": 3}', "prompt"),
+]
+
+
+def test_bad_bodies_are_refused_with_what_is_wrong_and_no_worker_is_blamed():
+    async def test():
+        async with workers(FakeWorker()) as fakes, running(*fakes) as client:
+            for body, word in _BAD:
+                async with client.session.post(client.url + "/v1/completions", data=body) as answer:
+                    error = (await answer.json())["error"]
+                    assert answer.status == 400 and word in error["message"], (body, error)
+            status, answer, _ = await client.post("/v1/completions", {"prompt": [1], "model": "other"})
+            assert status == 404 and MODEL in answer["error"]["message"]
+            fakes[0].faults = [(0, "400")] * 5
+            for _ in range(5):
+                assert (await client.post("/v1/completions", {"prompt": [1]}))[0] == 400
+            _check((await client.complete(3))["choices"][0], 3)
+            for header, value in (("X-Turn-Index", "-1"), ("X-Trajectory-Id", "x" * 257)):
+                status, _, _ = await client.post("/v1/completions", {"prompt": [1]}, **{header: value})
+                assert status == 400
+            for method, path, status in (("GET", "/v1/completions", 405), ("POST", "/nothing", 404)):
+                async with client.session.request(method, client.url + path) as answer:
+                    assert answer.status == status and "error" in await answer.json()
+
+    run(test())
+
+
+def test_keys_guard_the_proxy_and_are_never_shown(caplog):
+    async def test():
+        async with workers(FakeWorker(key="worker-secret"), FakeWorker(key="other-secret")) as fakes:
+            config = {"api_key": "proxy-secret", "worker_api_key": "worker-secret"}
+            async with running(*fakes, usable=1, **config) as client:
+                assert (await client.post("/v1/completions", {"prompt": [1]}))[0] == 401
+                bad = {"Authorization": "Bearer wrong"}
+                assert (await client.post("/v1/completions", {"prompt": [1]}, **bad))[0] == 401
+                good = {"Authorization": "Bearer proxy-secret"}
+                fakes[0].faults = [(0, "500"), (0, "400")]
+                seen = []
+                for _ in range(2):
+                    seen.append(await client.post("/v1/completions", {"prompt": [1]}, **good))
+                async with client.session.get(client.url + "/coserve/v1/workers", headers=good) as answer:
+                    seen.append(await answer.text())
+                    assert "--worker-api-key" in seen[-1]
+                for path in ("/health", "/metrics", "/openapi.json"):
+                    async with client.session.get(client.url + path) as answer:
+                        assert answer.status == 200
+                        seen.append(await answer.text())
+                assert "secret" not in repr(seen) and "secret" not in caplog.text
+
+    run(test())
+
+
+def test_a_slow_client_and_half_a_request_do_not_stay(monkeypatch):
+    async def test():
+        monkeypatch.setattr("rl_driver.proxy.server._FIRST_REQUEST_S", 0.2)
+        monkeypatch.setattr("rl_driver.proxy.server._BODY_BOUND_S", 0.2)
+        monkeypatch.setattr("rl_driver.proxy.server._SWEEP_S", 0.1)
+        async with workers(FakeWorker()) as fakes, running(*fakes) as client:
+            port = int(client.url.rpartition(":")[2])
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n")
+            assert await reader.read() == b""
+            writer.close()
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n\r\n{")
+            assert b"408" in await reader.readline()
+            writer.close()
+
+    run(test())
+
+
+@pytest.mark.parametrize(
+    ("values", "word"),
+    [
+        ({"dedicated": ["localhost:1"]}, "--dedicated"),
+        ({"dedicated": ["http://a", "http://a/"]}, "twice"),
+        ({"borrowed": ["http://a"], "borrow": 2}, "--borrow"),
+        ({"port": 70000}, "--port"),
+        ({"turns_per_dedicated": 0}, "--turns-per-dedicated"),
+        ({"lost_after_s": "nan"}, "--lost-after-s"),
+        ({"policy": "best"}, "--policy"),
+        ({"job": "a b"}, "--job"),
+        ({"api_key": ""}, "--api-key"),
+    ],
+)
+def test_bad_flags_are_named(values, word):
+    with pytest.raises(ConfigurationError, match=word):
+        parse_proxy_config(values)
