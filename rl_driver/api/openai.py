@@ -78,6 +78,20 @@ class WorkerRequest(msgspec.Struct, forbid_unknown_fields=True):
     kind: Literal["dedicated", "borrowed"]
 
 
+class TrajectoryBegin(msgspec.Struct, forbid_unknown_fields=True):
+    """`PUT /coserve/v1/trajectories/ID`: its group (those that are compared with each other) and what it is about."""
+
+    group: Annotated[str, Meta(min_length=1, max_length=256)]
+    task: dict[str, Any] = {}
+
+
+class TrajectoryEnd(msgspec.Struct, forbid_unknown_fields=True):
+    """`POST /coserve/v1/trajectories/ID/end`."""
+
+    state: Literal["done", "failed"]
+    reward: Annotated[float, Meta(ge=-1e30, le=1e30)] | None = None
+
+
 class WorkerState(msgspec.Struct):
     """A worker as the proxy sees it."""
 

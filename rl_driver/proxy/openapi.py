@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from rl_driver.api import openai
+from rl_driver.api.trajectory import Trajectory
 from vllm_coserve import __version__
 
 _REF = "#/components/schemas/{name}"
@@ -14,6 +15,9 @@ _TYPES: tuple[type, ...] = (
     openai.CompletionRequest,
     openai.ChatRequest,
     openai.WorkerRequest,
+    openai.TrajectoryBegin,
+    openai.TrajectoryEnd,
+    Trajectory,
     openai.ProxyState,
     openai.Completion,
     openai.ChatCompletion,
@@ -23,9 +27,9 @@ _TYPES: tuple[type, ...] = (
 _ERRORS = {
     "400": "a field is missing, out of its range or not offered; the message says which",
     "401": "the API key is missing or wrong",
-    "404": "there is no such model, worker or page",
+    "404": "there is no such model, worker, trajectory or page",
     "408": "the body did not come in time",
-    "409": "the turn was finished before with other tokens",
+    "409": "it contradicts what is stored",
     "413": "the body is too large",
     "429": "too many calls wait already; Retry-After says when to come again",
     "502": "no worker makes progress with it",
@@ -69,6 +73,12 @@ def _document() -> dict[str, Any]:
     headers = [{"name": n, "in": "header", "schema": s, "description": d} for n, s, d in _HEADERS]
     calls = "400 401 404 408 409 413 429 502 503"
     url = {"name": "url", "in": "query", "required": True, "schema": {"type": "string"}}
+    name = {
+        "name": "id",
+        "in": "path",
+        "required": True,
+        "schema": {"type": "string", "pattern": "^[A-Za-z0-9_-]{1,99}$"},
+    }
     plain = {"200": {"description": "done"}}
     text = {"200": {"description": "done", "content": {"text/plain": {"schema": {"type": "string"}}}}}
     states = "ProxyState"
@@ -86,6 +96,17 @@ def _document() -> dict[str, Any]:
             "get": _operation("What the proxy knows of its workers", _answers(states, "401")),
             "post": _operation("Use one more worker", _answers(states, "400 401 408 413"), "WorkerRequest"),
             "delete": _operation("Use a worker no longer", _answers(states, "401 404"), "", [url]),
+        },
+        "/coserve/v1/trajectories/{id}": {
+            "get": _operation("A stored trajectory", _answers("Trajectory", "401 404"), "", [name]),
+            "put": _operation(
+                "Begin a trajectory", _answers("Trajectory", "400 401 404 408 409 413"), "TrajectoryBegin", [name]
+            ),
+        },
+        "/coserve/v1/trajectories/{id}/end": {
+            "post": _operation(
+                "End a trajectory", _answers("Trajectory", "400 401 404 408 409 413"), "TrajectoryEnd", [name]
+            )
         },
         "/coserve/v1/step": {"post": _operation("Announce an RL step", _answers(states, "401"))},
     }

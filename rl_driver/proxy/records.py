@@ -7,9 +7,9 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from rl_driver.api.trajectory import Turn, VersionSpan
+from rl_driver.api.trajectory import State, Trajectory, Turn, VersionSpan
 from rl_driver.proxy.answers import Part
 from rl_driver.proxy.upstream import RefusedError
 from rl_driver.store.base import ConflictError
@@ -67,14 +67,37 @@ class Records:
         """
         return await self._run(lambda: self._find(trajectory_id, index, prompt))
 
+    async def begin(self, trajectory_id: str, group: str, task: dict[str, Any]) -> None:
+        """Begin a trajectory; again with the same group and task: nothing happens. Raises RefusedError."""
+        await self._run(lambda: self._checked(trajectory_id, lambda: self._store.begin(trajectory_id, group, task)))
+
+    async def end(self, trajectory_id: str, state: State, reward: float | None) -> None:
+        """A trajectory is over. Raises RefusedError."""
+        await self._run(lambda: self._checked(trajectory_id, lambda: self._store.end(trajectory_id, state, reward)))
+
+    async def get(self, trajectory_id: str) -> Trajectory:
+        """A trajectory with its turns. Raises RefusedError."""
+        return await self._run(lambda: self._checked(trajectory_id, lambda: self._store.get(trajectory_id)))
+
     async def close(self) -> None:
         """Give the file back."""
         await self._run(self._store.close)
         self._thread.shutdown()
 
+    def _checked(self, trajectory_id: str, call: Callable[[], T]) -> T:
+        try:
+            return call()
+        except ConflictError as exc:
+            raise RefusedError(409, str(exc)) from None
+        except KeyError:
+            raise RefusedError(404, f"there is no trajectory {trajectory_id!r}") from None
+
     def _add(self, turn: StoredTurn) -> None:
-        self._store.begin(turn.trajectory_id, turn.trajectory_id, {})
-        trajectory = self._store.get(turn.trajectory_id)
+        try:
+            trajectory = self._store.get(turn.trajectory_id)
+        except KeyError:  # nobody has begun it: it is a group of its own
+            self._store.begin(turn.trajectory_id, turn.trajectory_id, {})
+            trajectory = self._store.get(turn.trajectory_id)
         index = len(trajectory.turns) if turn.index is None else turn.index
         before = trajectory.token_ids(index)
         kept = _common(before, turn.prompt)
@@ -82,10 +105,7 @@ class Records:
         record = Turn(
             index, new, turn.output, turn.logprobs, turn.spans, turn.finish_reason, kept if kept < len(before) else None
         )
-        try:
-            self._store.add_turn(turn.trajectory_id, record)
-        except ConflictError as exc:
-            raise RefusedError(409, str(exc)) from None
+        self._checked(turn.trajectory_id, lambda: self._store.add_turn(turn.trajectory_id, record))
 
     def _find(self, trajectory_id: str, index: int, prompt: list[int]) -> Turn | None:
         try:

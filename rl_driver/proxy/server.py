@@ -23,6 +23,8 @@ from rl_driver.api.openai import (
     ModelCard,
     Models,
     ProxyState,
+    TrajectoryBegin,
+    TrajectoryEnd,
     WorkerRequest,
     WorkerState,
 )
@@ -80,7 +82,8 @@ class Proxy:
         """Begin to watch the workers."""
         config = self.config
         self.records = _open(config.store) if config.store else None
-        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=30)
+        # vLLM closes idle connections after 5 s; we do it first.
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=3)
         self._session = aiohttp.ClientSession(connector=connector, read_bufsize=1 << 20, trust_env=False)
         limits = QueueLimits(config.queue_turns, config.queue_timeout_s, min(30.0, config.queue_timeout_s))
         self.scheduler = Scheduler(POLICIES[config.policy](), limits, on_start=self._note_start, on_end=self._note_end)
@@ -113,6 +116,9 @@ class Proxy:
         app.router.add_post("/coserve/v1/workers", self.add_worker)
         app.router.add_delete("/coserve/v1/workers", self.remove_worker)
         app.router.add_post("/coserve/v1/step", self.step)
+        app.router.add_put("/coserve/v1/trajectories/{id}", self.begin_trajectory)
+        app.router.add_get("/coserve/v1/trajectories/{id}", self.get_trajectory)
+        app.router.add_post("/coserve/v1/trajectories/{id}/end", self.end_trajectory)
         return app
 
     def _note_start(self, worker_id: str) -> None:
@@ -431,6 +437,29 @@ class Proxy:
         self.scheduler.begin_step()
         return _json(self._state())
 
+    # ---- trajectories as records
+
+    def _kept(self) -> Records:
+        if self.records is None:
+            raise RefusedError(404, "trajectories are not stored: start the proxy with --store FILE")
+        return self.records
+
+    async def begin_trajectory(self, request: web.Request) -> web.Response:
+        """`PUT /coserve/v1/trajectories/ID`."""
+        body = convert(await self._body(request), TrajectoryBegin)
+        await self._kept().begin(_trajectory_id(request), body.group, body.task)
+        return _json(await self._kept().get(_trajectory_id(request)))
+
+    async def get_trajectory(self, request: web.Request) -> web.Response:
+        """`GET /coserve/v1/trajectories/ID`."""
+        return _json(await self._kept().get(_trajectory_id(request)))
+
+    async def end_trajectory(self, request: web.Request) -> web.Response:
+        """`POST /coserve/v1/trajectories/ID/end`."""
+        body = convert(await self._body(request), TrajectoryEnd)
+        await self._kept().end(_trajectory_id(request), body.state, body.reward)
+        return _json(await self._kept().get(_trajectory_id(request)))
+
 
 def _open(store: str) -> Records:
     try:
@@ -469,6 +498,13 @@ def _trajectory(request: web.Request, plan: Plan) -> str | None:
     if name is not None and len(name) > _TRAJECTORY_MAX_CHARS:
         raise RefusedError(400, f"X-Trajectory-Id has {len(name)} characters; {_TRAJECTORY_MAX_CHARS} are allowed")
     return name or None
+
+
+def _trajectory_id(request: web.Request) -> str:
+    name = request.match_info["id"]
+    if len(name) > _TRAJECTORY_MAX_CHARS:
+        raise RefusedError(400, f"a trajectory's id may have {_TRAJECTORY_MAX_CHARS} characters")
+    return name
 
 
 def _turn_index(request: web.Request) -> int | None:

@@ -378,6 +378,20 @@ def test_a_finished_turn_is_kept_over_a_restart_and_not_made_again(tmp_path):
                 trajectory = await client.proxy.records._run(lambda: client.proxy.records._store.get("t1"))
                 assert trajectory.token_ids() == text + undisturbed(text, 4)
                 assert trajectory.turns[1].input_token_ids == (50, 51) and trajectory.turns[1].kept is None
+                path = f"{client.url}/coserve/v1/trajectories/t1"
+                async with client.session.post(path + "/end", json={"state": "done", "reward": 0.5}) as ended:
+                    stored = await ended.json()
+                    assert (stored["state"], stored["reward"], len(stored["turns"])) == ("done", 0.5, 2)
+                for method, url, body, status in (
+                    ("PUT", path, {"group": "other"}, 409),
+                    ("POST", path + "/end", {"state": "failed"}, 409),
+                    ("GET", path + "x", None, 404),
+                    ("PUT", path + "y", {"group": ""}, 400),
+                    ("PUT", path + "y", {"group": "g", "task": {"seed": 1}}, 200),
+                    ("PUT", path + "y", {"group": "g", "task": {"seed": 1}}, 200),
+                ):
+                    async with client.session.request(method, url, json=body) as answer:
+                        assert answer.status == status, await answer.text()
             calls = len(fakes[0].calls)
             async with running(*fakes, store=store) as client:
                 again = await client.complete(6, headers=headers)

@@ -90,14 +90,14 @@ def installed_block() -> ControlBlock:
 def _install_queues(process: _Process) -> None:
     from vllm_coserve.engine.queues import futex_condition_class
 
-    words = process.block.words
+    words, gated = process.block.words, process.context.config.policy != "none"
 
     def rollout_is_off() -> bool:
         # The worker waits on the device, where nobody else is between two rollout steps. The engine core waits on the
         # host's cores, which the rollout's processes need for as long as it has requests.
         if not words[Word.ROLLOUT_READY] or words[Word.WEIGHTS_JOB] != words[Word.WEIGHTS_JOB_DONE]:
             return False  # it starts, or loads weights on the device with the lowest priority
-        if process.is_worker:
+        if process.is_worker and gated:
             return not words[Word.ROLLOUT_ACTIVE]
         return not (words[Word.ROLLOUT_RUNNING] or words[Word.ROLLOUT_WAITING])
 
