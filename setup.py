@@ -14,7 +14,7 @@ setup(
     description="Lend a vLLM server's idle compute and memory to an RL job's rollout model",
     long_description=(_here / "README.md").read_text() if (_here / "README.md").exists() else "",
     long_description_content_type="text/markdown",
-    python_requires=">=3.10",
+    python_requires=">=3.11",
     # kernels/ lies at the top of the tree but is installed inside the package: a top-level package called "kernels"
     # would shadow a public one.
     packages=[

@@ -172,7 +172,7 @@ def test_a_trajectory_that_moves_all_the_time_is_as_if_it_had_not(
     pair: RunningPair, dedicated: str, every: int, greedy: bool
 ) -> None:
     config = ProxyConfig(
-        dedicated=(dedicated,), borrowed=(pair.pair.rollout_url,), worker_api_key=KEY, poll_s=0.2, job="exactness"
+        dedicated=(dedicated,), borrowed=(pair.pair.rollout_url,), worker_api_key=KEY, poll_s=0.2
     )
     tokens = prompt(31 + every, 60)
     got = asyncio.run(_disturbed(config, tokens, 48, every, greedy))
@@ -344,105 +344,124 @@ class _Relay:
         self._listener.close()
 
 
+class _Framework:
+    """Trajectories of three turns as an RL framework makes them: a turn is asked for again until it is answered."""
+
+    def __init__(self, url: str, concurrent: int) -> None:
+        self._url, self._over = url, threading.Event()
+        self.turns: dict[tuple[str, int], list[int]] = {}
+        self.wrong: list[str] = []
+        self._threads = [threading.Thread(target=self._loop, args=(i,)) for i in range(concurrent)]
+        for thread in self._threads:
+            thread.start()
+
+    def stop(self) -> None:
+        """Whatever is under way must end within its bound."""
+        self._over.set()
+        for thread in self._threads:
+            thread.join(70)
+            assert not thread.is_alive(), "something hangs"
+
+    def _loop(self, index: int) -> None:
+        rng, n = random.Random(index), 0
+        while not self._over.is_set():
+            text = prompt(1000 * index + n, 30)
+            for turn in range(3):
+                out = self._turn(f"t{index}-{n}", turn, text)
+                if out is None or self._over.is_set():
+                    return
+                text = text + out + [rng.randrange(3, 4096) for _ in range(5)]
+            n += 1
+
+    def _turn(self, name: str, turn: int, text: list[int]) -> list[int] | None:
+        headers = {**_AUTH, "X-Trajectory-Id": name, "X-Turn-Index": str(turn)}
+        body = {"prompt": text, "max_tokens": 24, "ignore_eos": True, "return_token_ids": True}
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
+            with contextlib.suppress(requests.RequestException):
+                answer = requests.post(f"{self._url}/v1/completions", json=body, headers=headers, timeout=50)
+                if answer.status_code == 200:
+                    out = answer.json()["choices"][0]["token_ids"]
+                    self.turns[name, turn] = out
+                    if len(out) != 24:
+                        self.wrong.append(f"{name} {turn} has {len(out)} tokens")
+                    return out
+                if answer.status_code not in (429, 502, 503):
+                    self.wrong.append(f"{name} {turn}: {answer.status_code} {answer.text}")
+            time.sleep(0.1)
+        self.wrong.append(f"{name} {turn} was not answered within 60 s")
+        return None
+
+
+class _Users:
+    """Serving's own traffic; every request must succeed."""
+
+    def __init__(self, pair: RunningPair) -> None:
+        self._pair, self._over, self.count = pair, threading.Event(), 0
+        self.failed: list[str] = []
+        self._thread = threading.Thread(target=self._loop)
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._over.set()
+        self._thread.join(60)
+
+    def _loop(self) -> None:
+        while not self._over.is_set():
+            try:
+                self._pair.complete(False, prompt(self.count, 60), 12)
+            except Exception as exc:  # recovery: told at the end
+                self.failed.append(repr(exc))
+            self.count += 1
+
+
 def test_kills_stops_and_partitions_lose_no_turn(pair: RunningPair, models: tuple[Path, Path], tmp_path: Path) -> None:
-    """The borrowed engine is killed and stopped, the way to it is cut, the dedicated one is killed; the proxy too."""
+    """The way to the borrowed engine is cut, it is killed and stopped, the proxy and the dedicated one are killed."""
     relay = _Relay(int(pair.pair.rollout_url.rpartition(":")[2]))
     store, port = tmp_path / "turns.sqlite", free_port()
-    turns: dict[tuple[str, int], list[int]] = {}
-    errors: list[str] = []
-    over = threading.Event()
-
-    def trajectory(index: int) -> None:
-        rng, n = random.Random(index), 0
-        while not over.is_set():
-            name, text = f"t{index}-{n}", prompt(77 * index + n, 30)
-            n += 1
-            for turn in range(3):
-                text += _turn(name, turn, text)
-                text += [rng.randrange(3, 4096) for _ in range(5)]
-                if over.is_set():
-                    return
-
-    def _turn(name: str, turn: int, text: list[int]) -> list[int]:
-        """A turn as an RL framework makes it: the same call again until it is answered."""
-        headers = {"X-Trajectory-Id": name, "X-Turn-Index": str(turn)}
-        deadline = time.monotonic() + 60
-        while True:
-            try:
-                out = _complete(f"http://127.0.0.1:{port}", text, 24, headers)["token_ids"]
-                assert turns.setdefault((name, turn), out) == out and len(out) == 24
-                return out
-            except requests.RequestException:
-                if time.monotonic() > deadline:
-                    errors.append(f"{name} {turn} was not answered within 60 s")
-                    raise
-                time.sleep(0.1)
-
-    def serve() -> None:
-        n = 0
-        while not over.is_set():
-            try:
-                assert len(pair.complete(False, prompt(n, 60), 12)["token_ids"]) == 12
-            except Exception as exc:  # recovery: told at the end
-                errors.append(f"serving: {exc}")
-            n += 1
-
-    threads = [threading.Thread(target=trajectory, args=(i,)) for i in range(20)]
-    threads += [threading.Thread(target=serve) for _ in range(2)]
+    proxy_url, log = f"http://127.0.0.1:{port}", tmp_path / "proxy.log"
     flags = [f"--borrowed={relay.url}", f"--store={store}", "--lost-after-s=2"]
     with contextlib.ExitStack() as stack:
         url, engine = stack.enter_context(_dedicated(models[1], tmp_path / "dedicated.log"))
-        running = contextlib.ExitStack()
-        running.enter_context(_proxy(tmp_path / "proxy.log", f"--dedicated={url}", *flags, port=port))
-        _wait_usable(f"http://127.0.0.1:{port}", 2)
-        for thread in threads:
-            thread.start()
+        _, proxy = stack.enter_context(_proxy(log, f"--dedicated={url}", *flags, port=port))
+        _wait_usable(proxy_url, 2)
+        users = _Users(pair)
+        stack.callback(users.stop)
+        framework = _Framework(proxy_url, 20)
+        stack.callback(framework.stop)
         time.sleep(3)
-        relay.cut = True  # partition
+        relay.cut = True  # a partition: nobody is told
         time.sleep(5)
+        assert sum(w["usable"] for w in _workers(proxy_url)["workers"]) == 1
         relay.cut = False
+        _wait_usable(proxy_url, 2)
+        time.sleep(1)
+        os.kill(pair.pid(True, "Worker"), signal.SIGKILL)
+        time.sleep(4)
+        proxy.kill()
+        proxy.wait()
+        stack.enter_context(_proxy(log, f"--dedicated={url}", *flags, port=port))
+        _wait_usable(proxy_url, 2, 120)
         time.sleep(2)
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pair.pid(True, "Worker"), signal.SIGKILL)
+        core = pair.pid(True, "EngineCore")
+        os.kill(core, signal.SIGSTOP)
         time.sleep(4)
-        stack.callback(running.close)
-        killed = stack.enter_context(contextlib.ExitStack())
-        proxy_pid = next(p for p in _pids_with(f"--port={port}") if "proxy" in Path(f"/proc/{p}/cmdline").read_text())
-        os.kill(proxy_pid, signal.SIGKILL)
-        running.close()
-        killed.enter_context(_proxy(tmp_path / "proxy.log", f"--dedicated={url}", *flags, port=port))
-        time.sleep(4)
-        wait_for("the borrowed engine is back", lambda: pair.coserve("GET", "status")["state"] == "active", 120)
-        _wait_usable(f"http://127.0.0.1:{port}", 2)
-        stopped = pair.pid(True, "EngineCore")
-        os.kill(stopped, signal.SIGSTOP)
-        time.sleep(4)
-        os.kill(stopped, signal.SIGCONT)
-        time.sleep(2)
+        with contextlib.suppress(ProcessLookupError):  # it may have been taken for hung, and killed
+            os.kill(core, signal.SIGCONT)
+        _wait_usable(proxy_url, 2, 120)
         os.killpg(engine.pid, signal.SIGKILL)  # only the borrowed one is left
-        time.sleep(3)
-        over.set()
-        for thread in threads:
-            thread.join(70)
-            assert not thread.is_alive(), "something hangs"
+        time.sleep(4)
+        done = len(framework.turns)
+        time.sleep(4)
+        assert len(framework.turns) > done, "the borrowed engine goes on alone"
+        framework.stop()
+        users.stop()
     relay.close()
-    assert not errors
+    assert not framework.wrong and not users.failed
+    assert len(framework.turns) >= 60 and users.count > 10
     with contextlib.closing(SqliteStore(store)) as kept:
-        for name in {name for name, _ in turns}:
-            for turn in kept.get(name).turns:
-                if (name, turn.index) in turns:
-                    assert list(turn.output_token_ids) == turns[name, turn.index]
-    assert len(turns) >= 40
-    wait_for("the borrowed engine is back", lambda: pair.coserve("GET", "status")["state"] == "active", 120)
-
-
-def _pids_with(word: str) -> list[int]:
-    found = []
-    for entry in Path("/proc").iterdir():
-        with contextlib.suppress(OSError):
-            if entry.name.isdigit() and word in (entry / "cmdline").read_text():
-                found.append(int(entry.name))
-    return found
+        for name, index in framework.turns:
+            assert list(kept.get(name).turns[index].output_token_ids) == framework.turns[name, index]
 
 
 # ---- mistakes people make
