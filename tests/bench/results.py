@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 import subprocess
@@ -34,12 +35,21 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
 
 
+def _finite(value: Any) -> Any:
+    """JSON knows no NaN: what was not measured is null."""
+    if isinstance(value, dict):
+        return {k: _finite(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(v) for v in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
 def write(name: str, result: dict[str, Any], markdown: str, out: Path | None) -> None:
     """Write NAME.json and NAME.md into `out` (default: tests/bench/results) and print the Markdown."""
     folder = out or RESULTS
     folder.mkdir(parents=True, exist_ok=True)
-    result = result | environment()
-    (folder / f"{name}.json").write_text(json.dumps(result, indent=2) + "\n")
+    result = _finite(result | environment())
+    (folder / f"{name}.json").write_text(json.dumps(result, indent=2, allow_nan=False) + "\n")
     foot = f"\nCommit {result['commit']}, `{result['command']}`, {result['machine']}, {result['versions']}.\n"
     (folder / f"{name}.md").write_text(markdown + foot)
     print(markdown + foot, flush=True)

@@ -29,9 +29,18 @@ from rl_driver.proxy.continuation import Answer, Limits, generate
 from rl_driver.proxy.server import Proxy
 from rl_driver.proxy.upstream import GenerateRequest
 from rl_driver.store.sqlite import SqliteStore
-from tests.scenario.harness import COMMON, KEY, RunningPair, bearer, prompt, wait_for
+from tests.scenario.harness import KEY, RunningPair, bearer, prompt
+from tests.scenario.proxy_harness import (
+    AUTH,
+    Framework,
+    Relay,
+    Users,
+    dedicated_engine,
+    running_proxy,
+    wait_usable,
+    workers_of,
+)
 from vllm_coserve.demo.run import free_port
-from vllm_coserve.demo.servers import stop
 
 pytestmark = [pytest.mark.scenario, pytest.mark.timeout(400)]
 
@@ -39,78 +48,24 @@ _TIE_NATS = 0.1  # bf16 ties
 _LOGPROB_NATS = 0.15  # the same token scored in another batch
 
 
-@contextlib.contextmanager
-def _process(command: list[str], url: str, log: Path, bound_s: float, **env: str) -> Iterator[subprocess.Popen[bytes]]:
-    with log.open("ab") as out:
-        process = subprocess.Popen(
-            command, stdout=out, stderr=subprocess.STDOUT, env={**os.environ, **env}, start_new_session=True
-        )
-    try:
-        wait_for(f"{url} answers", lambda: _answers(process, url, log), bound_s)
-        yield process
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGCONT)
-        stop(process)
-
-
-def _answers(process: subprocess.Popen[bytes], url: str, log: Path) -> bool:
-    assert process.poll() is None, log.read_text(errors="replace")[-3000:]
-    return requests.get(f"{url}/health", timeout=2).status_code == 200
-
-
-@contextlib.contextmanager
-def _dedicated(model: Path, log: Path) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
-    port = free_port()
-    url = f"http://127.0.0.1:{port}"
-    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model), *COMMON.split()]
-    command += [f"--port={port}", "--host=127.0.0.1", "--served-model-name=rollout", f"--api-key={KEY}"]
-    command += ["--enable-scale-out", "--kv-cache-memory-bytes", str(128 << 20)]
-    env = {"VLLM_CPU_OMP_THREADS_BIND": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
-    with _process(command, url, log, 120, **env) as process:
-        yield url, process
-
-
 @pytest.fixture(scope="module")
 def dedicated(models: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with _dedicated(models[1], tmp_path_factory.mktemp("dedicated") / "dedicated.log") as (url, _):
+    with dedicated_engine(models[1], tmp_path_factory.mktemp("dedicated") / "dedicated.log") as (url, _):
         yield url
-
-
-@contextlib.contextmanager
-def _proxy(log: Path, *flags: str, port: int | None = None) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
-    port = port or free_port()
-    url = f"http://127.0.0.1:{port}"
-    command = [sys.executable, "-m", "vllm_coserve.console.main", "proxy", f"--port={port}", "--poll-s=0.2", *flags]
-    with _process(command, url, log, 30, COSERVE_WORKER_API_KEY=KEY, COSERVE_API_KEY="proxy-key") as process:
-        yield url, process
-
-
-_AUTH = {"Authorization": "Bearer proxy-key"}
 
 
 @pytest.fixture(scope="module")
 def proxy(pair: RunningPair, dedicated: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     log = tmp_path_factory.mktemp("proxy") / "proxy.log"
-    with _proxy(log, f"--dedicated={dedicated}", f"--borrowed={pair.pair.rollout_url}") as (url, _):
-        _wait_usable(url, 2)
+    with running_proxy(log, f"--dedicated={dedicated}", f"--borrowed={pair.pair.rollout_url}") as (url, _):
+        wait_usable(url, 2)
         yield url
     assert KEY not in log.read_text() and "proxy-key" not in log.read_text()
 
 
-def _workers(url: str) -> dict[str, Any]:
-    answer = requests.get(f"{url}/coserve/v1/workers", headers=_AUTH, timeout=5)
-    answer.raise_for_status()
-    return answer.json()
-
-
-def _wait_usable(url: str, count: int, bound_s: float = 60) -> None:
-    wait_for(f"{count} usable workers", lambda: sum(w["usable"] for w in _workers(url)["workers"]) == count, bound_s)
-
-
 def _complete(url: str, tokens: list[int], count: int, headers: dict[str, str] | None = None, **more: Any) -> Any:
     body = {"prompt": tokens, "max_tokens": count, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
-    answer = requests.post(f"{url}/v1/completions", json=body | more, headers=_AUTH | (headers or {}), timeout=90)
+    answer = requests.post(f"{url}/v1/completions", json=body | more, headers=AUTH | (headers or {}), timeout=90)
     assert answer.status_code == 200, answer.text
     return answer.json()["choices"][0]
 
@@ -171,9 +126,7 @@ async def _disturbed(config: ProxyConfig, tokens: list[int], count: int, every: 
 def test_a_trajectory_that_moves_all_the_time_is_as_if_it_had_not(
     pair: RunningPair, dedicated: str, every: int, greedy: bool
 ) -> None:
-    config = ProxyConfig(
-        dedicated=(dedicated,), borrowed=(pair.pair.rollout_url,), worker_api_key=KEY, poll_s=0.2
-    )
+    config = ProxyConfig(dedicated=(dedicated,), borrowed=(pair.pair.rollout_url,), worker_api_key=KEY, poll_s=0.2)
     tokens = prompt(31 + every, 60)
     got = asyncio.run(_disturbed(config, tokens, 48, every, greedy))
     assert len(got["token_ids"]) == len(got["logprobs"]) == 48
@@ -263,7 +216,7 @@ def test_what_the_proxy_says_is_what_vllm_says(proxy: str, dedicated: str) -> No
     ):
         body = {"model": "rollout", "prompt": "ga ge gi go gu", "max_tokens": 16, "temperature": 0, **more}
         want = requests.post(f"{dedicated}/v1/completions", json=body, headers=bearer(), timeout=30).json()
-        got = requests.post(f"{proxy}/v1/completions", json=body, headers=_AUTH, timeout=30).json()
+        got = requests.post(f"{proxy}/v1/completions", json=body, headers=AUTH, timeout=30).json()
         for a, b in zip(want["choices"], got["choices"], strict=True):
             assert (a["text"], a["finish_reason"], a["stop_reason"]) == (
                 b["text"],
@@ -304,7 +257,7 @@ def test_schemathesis_finds_no_answer_outside_the_schema(proxy: str) -> None:
         @given(case=operation.as_strategy())
         def try_it(case: Any) -> None:
             changes_fleet = case.method in ("POST", "DELETE") and case.path.endswith("/workers")
-            case.call_and_validate(headers={} if changes_fleet else _AUTH, timeout=60)  # no key: the fleet stays
+            case.call_and_validate(headers={} if changes_fleet else AUTH, timeout=60)  # no key: the fleet stays
 
         try_it()
     assert {"POST /v1/completions", "POST /v1/chat/completions", "GET /coserve/v1/workers"} <= tried
@@ -314,141 +267,40 @@ def test_schemathesis_finds_no_answer_outside_the_schema(proxy: str) -> None:
 # ---- faults
 
 
-class _Relay:
-    """A way to a worker that can be cut without anybody being told: packets go nowhere, as in a partition."""
-
-    def __init__(self, target_port: int) -> None:
-        self._target, self.cut, self._listener = target_port, False, socket.create_server(("127.0.0.1", 0))
-        self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
-        threading.Thread(target=self._accept, daemon=True).start()
-
-    def _accept(self) -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                client, _ = self._listener.accept()
-                server = socket.create_connection(("127.0.0.1", self._target))
-                for a, b in ((client, server), (server, client)):
-                    threading.Thread(target=self._pump, args=(a, b), daemon=True).start()
-
-    def _pump(self, a: socket.socket, b: socket.socket) -> None:
-        with contextlib.suppress(OSError):
-            while data := a.recv(65536):
-                while self.cut:
-                    time.sleep(0.05)
-                b.sendall(data)
-        for s in (a, b):
-            with contextlib.suppress(OSError):
-                s.shutdown(socket.SHUT_RDWR)
-
-    def close(self) -> None:
-        self._listener.close()
-
-
-class _Framework:
-    """Trajectories of three turns as an RL framework makes them: a turn is asked for again until it is answered."""
-
-    def __init__(self, url: str, concurrent: int) -> None:
-        self._url, self._over = url, threading.Event()
-        self.turns: dict[tuple[str, int], list[int]] = {}
-        self.wrong: list[str] = []
-        self._threads = [threading.Thread(target=self._loop, args=(i,)) for i in range(concurrent)]
-        for thread in self._threads:
-            thread.start()
-
-    def stop(self) -> None:
-        """Whatever is under way must end within its bound."""
-        self._over.set()
-        for thread in self._threads:
-            thread.join(70)
-            assert not thread.is_alive(), "something hangs"
-
-    def _loop(self, index: int) -> None:
-        rng, n = random.Random(index), 0
-        while not self._over.is_set():
-            text = prompt(1000 * index + n, 30)
-            for turn in range(3):
-                out = self._turn(f"t{index}-{n}", turn, text)
-                if out is None or self._over.is_set():
-                    return
-                text = text + out + [rng.randrange(3, 4096) for _ in range(5)]
-            n += 1
-
-    def _turn(self, name: str, turn: int, text: list[int]) -> list[int] | None:
-        headers = {**_AUTH, "X-Trajectory-Id": name, "X-Turn-Index": str(turn)}
-        body = {"prompt": text, "max_tokens": 24, "ignore_eos": True, "return_token_ids": True}
-        deadline = time.monotonic() + 60
-        while time.monotonic() < deadline:
-            with contextlib.suppress(requests.RequestException):
-                answer = requests.post(f"{self._url}/v1/completions", json=body, headers=headers, timeout=50)
-                if answer.status_code == 200:
-                    out = answer.json()["choices"][0]["token_ids"]
-                    self.turns[name, turn] = out
-                    if len(out) != 24:
-                        self.wrong.append(f"{name} {turn} has {len(out)} tokens")
-                    return out
-                if answer.status_code not in (429, 502, 503):
-                    self.wrong.append(f"{name} {turn}: {answer.status_code} {answer.text}")
-            time.sleep(0.1)
-        self.wrong.append(f"{name} {turn} was not answered within 60 s")
-        return None
-
-
-class _Users:
-    """Serving's own traffic; every request must succeed."""
-
-    def __init__(self, pair: RunningPair) -> None:
-        self._pair, self._over, self.count = pair, threading.Event(), 0
-        self.failed: list[str] = []
-        self._thread = threading.Thread(target=self._loop)
-        self._thread.start()
-
-    def stop(self) -> None:
-        self._over.set()
-        self._thread.join(60)
-
-    def _loop(self) -> None:
-        while not self._over.is_set():
-            try:
-                self._pair.complete(False, prompt(self.count, 60), 12)
-            except Exception as exc:  # recovery: told at the end
-                self.failed.append(repr(exc))
-            self.count += 1
-
-
 def test_kills_stops_and_partitions_lose_no_turn(pair: RunningPair, models: tuple[Path, Path], tmp_path: Path) -> None:
     """The way to the borrowed engine is cut, it is killed and stopped, the proxy and the dedicated one are killed."""
-    relay = _Relay(int(pair.pair.rollout_url.rpartition(":")[2]))
+    relay = Relay(int(pair.pair.rollout_url.rpartition(":")[2]))
     store, port = tmp_path / "turns.sqlite", free_port()
     proxy_url, log = f"http://127.0.0.1:{port}", tmp_path / "proxy.log"
     flags = [f"--borrowed={relay.url}", f"--store={store}", "--lost-after-s=2"]
     with contextlib.ExitStack() as stack:
-        url, engine = stack.enter_context(_dedicated(models[1], tmp_path / "dedicated.log"))
-        _, proxy = stack.enter_context(_proxy(log, f"--dedicated={url}", *flags, port=port))
-        _wait_usable(proxy_url, 2)
-        users = _Users(pair)
+        url, engine = stack.enter_context(dedicated_engine(models[1], tmp_path / "dedicated.log"))
+        _, proxy = stack.enter_context(running_proxy(log, f"--dedicated={url}", *flags, port=port))
+        wait_usable(proxy_url, 2)
+        users = Users(pair)
         stack.callback(users.stop)
-        framework = _Framework(proxy_url, 20)
+        framework = Framework(proxy_url, 20)
         stack.callback(framework.stop)
         time.sleep(3)
         relay.cut = True  # a partition: nobody is told
         time.sleep(5)
-        assert sum(w["usable"] for w in _workers(proxy_url)["workers"]) == 1
+        assert sum(w["usable"] for w in workers_of(proxy_url)["workers"]) == 1
         relay.cut = False
-        _wait_usable(proxy_url, 2)
+        wait_usable(proxy_url, 2)
         time.sleep(1)
         os.kill(pair.pid(True, "Worker"), signal.SIGKILL)
         time.sleep(4)
         proxy.kill()
         proxy.wait()
-        stack.enter_context(_proxy(log, f"--dedicated={url}", *flags, port=port))
-        _wait_usable(proxy_url, 2, 120)
+        stack.enter_context(running_proxy(log, f"--dedicated={url}", *flags, port=port))
+        wait_usable(proxy_url, 2, 120)
         time.sleep(2)
         core = pair.pid(True, "EngineCore")
         os.kill(core, signal.SIGSTOP)
         time.sleep(4)
         with contextlib.suppress(ProcessLookupError):  # it may have been taken for hung, and killed
             os.kill(core, signal.SIGCONT)
-        _wait_usable(proxy_url, 2, 120)
+        wait_usable(proxy_url, 2, 120)
         os.killpg(engine.pid, signal.SIGKILL)  # only the borrowed one is left
         time.sleep(4)
         done = len(framework.turns)
