@@ -4,7 +4,7 @@
 
 - pages: map, unmap and zero of 2 MiB pages against memset and memcpy of as much memory
 - gate: one-way hand-over between two processes, with an idle and a busy host core
-- reclaim: 1, 16 and 256 pages taken back from an engine that generates, and what bursts of serving prompts take back
+- reclaim: 1, 16 and 256 pages taken back at once from an engine that generates
 - overhead: TPOT with the plugin and an idle rollout against plain vLLM, batch 1, 8 and 32
 
 What the finished parts gave is written also when a later one fails.
@@ -39,10 +39,8 @@ from vllm_coserve.memory.ledger import Owner
 _PAGE = 2 << 20
 _RUNS = (1, 16, 256)
 _RECLAIMS = {1: 30, 16: 15, 256: 5}  # pages -> how often
-_BURSTS = {1: 6, 16: 5, 256: 2}  # pages that serving lacks -> how often
 _RECLAIM_POOL_GIB = 1.2
 _LONG_PROMPT_TOKENS = 960
-_BURST_CONTEXT_TOKENS, _STEP_TOKENS = 4096, 1024
 
 
 def _us(samples_ns: Sequence[int], per: int = 1) -> dict[str, float | None]:
@@ -250,54 +248,19 @@ async def _by_request(block: ControlBlock) -> dict[str, Any]:
     return out
 
 
-async def _burst(url: str, block: ControlBlock, count: int) -> None:
-    """Serving prompts that together need `count` pages more than there are, all of them at the same time."""
-    supply = int(np.count_nonzero(block.owners <= Owner.FREE_CLEAN)) + block.get(Word.SERVING_CACHED_PAGES)
-    tokens = (supply + count) * block.page_bytes // SERVING_SPEC.kv_bytes_per_token()
-    # Prompts are computed chunk by chunk: the first one has to generate until the last one is computed.
-    output_tokens = 32 + tokens // _STEP_TOKENS * 5 // 4
-    requests = -(-tokens // (_BURST_CONTEXT_TOKENS - output_tokens))
-    rng = np.random.default_rng(count)
-    served = [Served(0.0) for _ in range(requests)]
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=300)) as session:
-        prompts = [rng.integers(3, SERVING_SPEC.vocab, -(-tokens // requests)).tolist() for _ in served]
-        pairs = zip(prompts, served, strict=True)
-        await asyncio.gather(*(stream_one(session, url, "serving", p, output_tokens, s) for p, s in pairs))
-    if errors := [s.error for s in served if not s.ok]:
-        raise RuntimeError(f"{len(errors)} of {requests} requests of a burst failed: {errors[0]}")
-
-
-async def _by_burst(pair: Pair, block: ControlBlock) -> dict[str, Any]:
-    """What bursts take back. vLLM allocates chunk by chunk, so the policy makes few or many reclaims of one burst."""
-    out: dict[str, Any] = {}
-    for count, times in _BURSTS.items():
-        before, seen = (await asyncio.to_thread(pair.status))["reclaims"], len(block.reclaim_latencies_ms())
-        for _ in range(times):
-            await _await_held(block, count + 40)
-            await _burst(pair.serving_url, block, count)
-        after, ms = (await asyncio.to_thread(pair.status))["reclaims"], block.reclaim_latencies_ms()[seen:]
-        entry = {k: after[k] - before[k] for k in ("count", "pages", "cuts", "aborted_requests")} | {"bursts": times}
-        entry["pages_per_reclaim"] = entry["pages"] / entry["count"] if entry["count"] else None
-        entry |= {"ms_p50": percentile(ms, 50), "ms_p99": percentile(ms, 99)} if ms else {}
-        out[str(count)] = entry
-        print(f"bursts that lack {count} pages: {entry}", flush=True)
-    return out
-
-
 async def _reclaims(pair: Pair) -> dict[str, Any]:
     stop, block = asyncio.Event(), machine.control_block(pair)
     load = asyncio.create_task(_keep_generating(pair.rollout_url, stop))
     try:
-        return {"by_request": await _by_request(block), "by_burst": await _by_burst(pair, block)}
+        return await _by_request(block)
     finally:
         stop.set()
         await load
 
 
 def reclaim() -> dict[str, Any]:
-    """From a pair whose rollout engine generates; serving keeps no prefix cache, so that each burst needs new pages."""
-    flags = ["--coserve-lease-s=600", "--coserve-headroom=0.05", "--no-enable-prefix-caching", "--max-num-seqs=64"]
-    flags += [f"--max-model-len={_BURST_CONTEXT_TOKENS}", f"--max-num-batched-tokens={_STEP_TOKENS}"]
+    """From a pair whose rollout engine generates; a long lease keeps its prefix cache, of which most pages are."""
+    flags = ["--coserve-lease-s=600", "--coserve-headroom=0.05"]
     with machine.start(flags, "reclaim.log", _RECLAIM_POOL_GIB) as pair:
         return asyncio.run(_reclaims(pair))
 
@@ -334,14 +297,8 @@ def _gate_table(part: dict[str, Any]) -> str:
 
 
 def _reclaim_table(part: dict[str, Any]) -> str:
-    rows = [[n, _cell(r, "ms_p50", "ms_max"), str(r["aborted_requests"])] for n, r in part["by_request"].items()]
-    text = "Reclaim from a generating engine:\n\n" + results.table(["pages", "P50 / max ms", "requests ended"], rows)
-    rows = [
-        [n, str(r["bursts"]), str(r["count"]), _cell(r, "pages_per_reclaim"), _cell(r, "ms_p50", "ms_p99")]
-        for n, r in part["by_burst"].items()
-    ]
-    head = ["pages that a burst lacks", "bursts", "reclaims", "pages each", "P50 / P99 ms"]
-    return text + "\nReclaims by bursts of serving prompts:\n\n" + results.table(head, rows)
+    rows = [[n, _cell(r, "ms_p50", "ms_max"), str(r["aborted_requests"])] for n, r in part.items()]
+    return "Reclaim from a generating engine:\n\n" + results.table(["pages", "P50 / max ms", "requests ended"], rows)
 
 
 def _overhead_table(part: dict[str, Any]) -> str:
