@@ -30,7 +30,7 @@ from vllm_coserve.control.block import WHO_ROLLOUT, ControlBlock
 from vllm_coserve.control.gate import RolloutGate, ServingGate
 from vllm_coserve.control.words import Bell, Word
 from vllm_coserve.demo.load import Served, stream_one
-from vllm_coserve.demo.models import ROLLOUT_SPEC, SERVING_SPEC
+from vllm_coserve.demo.models import ROLLOUT_SPEC
 from vllm_coserve.demo.phases import percentile
 from vllm_coserve.demo.servers import Pair
 from vllm_coserve.memory.host import HostDriver, PoolEraser, create_pool
