@@ -30,7 +30,7 @@ from vllm_coserve.policy.slack import Decoding, PendingPrefill, ServingFacts, Sl
 
 _RECLAIM_WAIT_S = 0.1  # a serving allocation waits for pages at most so long, then vLLM's scheduler does without
 _DEBT_KILL_S = 1.0  # a rollout engine that owes pages for so long is killed; its pages follow within milliseconds
-_TICK_S = 0.02
+_TICK_S, _IDLE_TICK_S = 0.02, 0.1
 _CLEAN_PER_TICK = 16
 _MAX_PREFILLS_SEEN = 64
 _TPOT_SPEND = 0.2, 0.62, 0.8  # lowest, at the start, highest
@@ -188,7 +188,16 @@ class ServingRuntime(CoreRuntime):
             self.block.record_turn(self.who, start_ns, end_ns, self.clock.tokens)
             self.block.add(Word.SERVING_STEPS)
             self.block.add(Word.SERVING_BUSY_NS, end_ns - start_ns)
-        now_s = end_ns / 1e9
+        if self._rollout_has_requests():
+            self._follow_requests(scheduler_output, end_ns / 1e9)
+        elif self._decoding:
+            self._decoding.clear()  # what is not followed is thought to begin anew
+
+    def _rollout_has_requests(self) -> bool:
+        return bool(self.block.get(Word.ROLLOUT_RUNNING) or self.block.get(Word.ROLLOUT_WAITING))
+
+    def _follow_requests(self, scheduler_output: Any, now_s: float) -> None:
+        """Note when each request got its tokens; only a rollout that wants the device makes anybody ask."""
         decoding, requests = self._decoding, self.scheduler.requests
         for req_id in scheduler_output.num_scheduled_tokens:
             request = requests.get(req_id)
@@ -261,7 +270,8 @@ class ServingRuntime(CoreRuntime):
         while not self.stopping.is_set():
             seen = self.block.bell(Bell.ARBITER)
             self.guarded("memory arbiter", self._tick)
-            self.block.wait(Bell.ARBITER, seen, _TICK_S)
+            # Whoever changes something rings; without a rollout request there is little that could be late.
+            self.block.wait(Bell.ARBITER, seen, _TICK_S if self._rollout_has_requests() else _IDLE_TICK_S)
 
     def _memory_facts(self) -> MemoryFacts:
         get = self.block.get
