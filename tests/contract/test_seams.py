@@ -38,6 +38,13 @@ def test_kv_allocation_makes_one_buffer():
     assert source.count("torch.zeros(") == 1 and "dtype=torch.int8" in source
 
 
+def test_what_is_compiled_for_logprobs_is_what_we_compute():
+    from vllm.v1.sample.ops import logprobs
+
+    source = inspect.getsource(logprobs)
+    assert source.count("torch.compile(") == 1 and "return (x >= values).sum(-1)" in source
+
+
 def test_fields():
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.engine import EngineCoreOutput, EngineCoreRequestType

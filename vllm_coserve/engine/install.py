@@ -152,6 +152,12 @@ def _install_worker(process: _Process) -> None:
     patch("kv_alloc_v2", allocate_with)
     patch("worker_step", execute_after_sync)
     patch("cpu_layouts", admit_block_outermost)
+    if process.side == SIDE_ROLLOUT:
+        patch("count_greater", lambda original: _count_greater)
+
+
+def _count_greater(x: Any, values: Any) -> Any:
+    return (x >= values).sum(-1)
 
 
 def _install_memory(process: _Process) -> None:

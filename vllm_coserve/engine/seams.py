@@ -157,6 +157,14 @@ SEAMS: dict[str, Seam] = {
         ("self", "scheduler_output"),
         "maps what the scheduler counts on before the step, and samples in the same call",
     ),
+    "count_greater": Seam(
+        "vllm.v1.sample.sampler",
+        "batched_count_greater_than",
+        None,
+        "the first request with logprobs would compile it: seconds in which the rollout engine neither returns the "
+        "device nor pages",
+        "vLLM compiles it at start-up",
+    ),
     "cpu_layouts": Seam(
         "vllm.v1.attention.backends.cpu_attn",
         "CPUAttentionBackend.supported_kv_cache_layouts",
