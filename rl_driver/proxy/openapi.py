@@ -59,8 +59,10 @@ def _failures(codes: str) -> dict[str, Any]:
     return {code: {"description": _ERRORS[code], "content": schema} for code in codes.split()}
 
 
-def _operation(summary: str, answers: dict[str, Any], body: str = "", parameters: Any = ()) -> dict[str, Any]:
-    out: dict[str, Any] = {"summary": summary, "responses": answers, "security": [{"key": []}]}
+def _operation(
+    summary: str, answers: dict[str, Any], body: str = "", parameters: Any = (), guarded: bool = True
+) -> dict[str, Any]:
+    out: dict[str, Any] = {"summary": summary, "responses": answers, "security": [{"key": []}] if guarded else []}
     if body:
         out["requestBody"] = {"required": True, "content": {"application/json": {"schema": _schema(body)}}}
     if parameters:
@@ -90,8 +92,8 @@ def _document() -> dict[str, Any]:
             "post": _operation("Go on with a chat", _answers("ChatCompletion", calls, True), "ChatRequest", headers)
         },
         "/v1/models": {"get": _operation("What the workers serve", _answers("Models", "401"))},
-        "/health": {"get": _operation("Whether there is a worker", plain | _failures("503"))},
-        "/metrics": {"get": _operation("Prometheus metrics", text)},
+        "/health": {"get": _operation("Whether there is a worker", plain | _failures("503"), guarded=False)},
+        "/metrics": {"get": _operation("Prometheus metrics", text, guarded=False)},
         "/coserve/v1/workers": {
             "get": _operation("What the proxy knows of its workers", _answers(states, "401")),
             "post": _operation("Use one more worker", _answers(states, "400 401 408 413"), "WorkerRequest"),

@@ -92,10 +92,14 @@ class Relay:
         threading.Thread(target=self._accept, daemon=True).start()
 
     def _accept(self) -> None:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # closed
             while True:
                 client, _ = self._listener.accept()
-                server = socket.create_connection(("127.0.0.1", self._target))
+                try:
+                    server = socket.create_connection(("127.0.0.1", self._target))
+                except OSError:  # nobody listens now
+                    client.close()
+                    continue
                 for a, b in ((client, server), (server, client)):
                     threading.Thread(target=self._pump, args=(a, b), daemon=True).start()
 
