@@ -245,7 +245,7 @@ class Fleet:
             method, url, json=body, params=query, headers=self.headers, timeout=bound
         ) as answer:
             data = await answer.read()
-            if answer.status in (401, 403) and path.endswith("/render") and answer.status == 403:
+            if answer.status == 403 and path.endswith("/render"):
                 raise _Unusable("start it with `vllm serve --enable-scale-out`: it does not take tokens in and out")
             if answer.status in (401, 403):
                 raise _Unusable("it refuses the key: give its own with --worker-api-key")
