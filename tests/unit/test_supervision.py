@@ -1,6 +1,7 @@
 """What is found before a start, and what makes the supervisor end a sidecar."""
 
 import argparse
+import os
 import subprocess
 import sys
 import tempfile
@@ -147,3 +148,24 @@ def test_the_folder_of_sockets_goes_with_its_owner(short_folder):
         while list(short_folder.iterdir()) and time.monotonic() < deadline:
             time.sleep(0.01)
         assert not list(short_folder.iterdir()), how
+
+
+def test_a_dying_process_does_not_wait_for_an_idle_core():
+    code = (
+        "import os, threading, time\n"
+        "def idle():\n"
+        "    os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))\n"
+        "    print(threading.get_native_id(), flush=True)\n"
+        "    time.sleep(60)\n"
+        "threading.Thread(target=idle).start()\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, start_new_session=True)
+    try:
+        thread = int(process.stdout.readline())
+        assert os.sched_getscheduler(thread) == os.SCHED_IDLE
+        supervisor._hasten(process.pid)
+        assert os.sched_getscheduler(thread) == os.SCHED_OTHER
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()

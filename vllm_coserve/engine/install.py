@@ -97,6 +97,8 @@ def _install_queues(process: _Process) -> None:
         # host's cores, which the rollout's processes need for as long as it has requests.
         if not words[Word.ROLLOUT_READY] or words[Word.WEIGHTS_JOB] != words[Word.WEIGHTS_JOB_DONE]:
             return False  # it starts, or loads weights on the device with the lowest priority
+        if words[Word.GENERATION] == words[Word.GENERATION_DEAD]:
+            return False  # its processes give their memory back
         if process.is_worker and gated:
             return not words[Word.ROLLOUT_ACTIVE]
         return not (words[Word.ROLLOUT_RUNNING] or words[Word.ROLLOUT_WAITING])

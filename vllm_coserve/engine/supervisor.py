@@ -199,6 +199,7 @@ class Supervisor:
         process = self._process
         if process is None:
             return
+        _hasten(process.pid)
         deadline = time.monotonic() + _GROUP_GRACE_S
         while members := _group_members(process.pid):
             late = time.monotonic() > deadline
@@ -224,13 +225,13 @@ class Supervisor:
         self._kill_group()
 
 
-def _group_members(pgid: int) -> list[int]:
-    """Processes of a group that have not ended (zombies do not count)."""
+def _group_members(pgid: int, dying: bool = False) -> list[int]:
+    """Processes of a group that have not ended; `dying`: also those whose main thread has (zombies)."""
     members = []
     for entry in os.scandir("/proc"):
         if entry.name.isdigit():
             fields = _stat(int(entry.name))
-            if fields and int(fields[2]) == pgid and fields[0] not in "ZX":
+            if fields and int(fields[2]) == pgid and fields[0] not in ("X" if dying else "ZX"):
                 members.append(int(entry.name))
     return members
 
@@ -255,6 +256,20 @@ def _renice(pgid: int, nice: int) -> bool:
     except OSError:
         return False
     return True
+
+
+def _hasten(pgid: int) -> None:
+    """Give all threads of a process group the usual priority, also those of a process that is dying.
+
+    The last thread of a process gives its memory back. One that loads weights when nobody else wants the device
+    (SCHED_IDLE) would take minutes for that on a busy core, and the pages stay mapped meanwhile.
+    """
+    for pid in _group_members(pgid, dying=True):
+        with contextlib.suppress(OSError):
+            for thread in os.listdir(f"/proc/{pid}/task"):
+                with contextlib.suppress(OSError):
+                    os.sched_setscheduler(int(thread), os.SCHED_OTHER, os.sched_param(0))
+                    os.setpriority(os.PRIO_PROCESS, int(thread), 0)
 
 
 def _stat(pid: int) -> list[str]:
