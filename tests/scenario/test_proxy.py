@@ -139,8 +139,8 @@ def test_a_trajectory_that_moves_all_the_time_is_as_if_it_had_not(
 
 @pytest.mark.xfail(
     strict=False,
-    reason="with three engines on two cores the rollout engine's API server was seen to hang once just after activation "
-    "(it was killed and started again, no call failed); the cause is not found",
+    reason="with three engines on two cores the rollout engine's API server was seen to hang once after an activation: "
+    "it was killed and started again, and no call failed; the cause is not found",
 )
 def test_memory_taken_back_in_the_middle_is_not_seen(pair: RunningPair, proxy: str, dedicated: str) -> None:
     """The borrowed engine is deactivated and activated again and again, under load."""
