@@ -78,7 +78,7 @@ async def _stream(session: aiohttp.ClientSession, url: str, count: int, hold: bo
         answer.raise_for_status()
         async for data in answer.content.iter_any():
             first = first or time.monotonic() - start
-            last = last[-256:] + data
+            last = last[-4096:] + data
             if hold:
                 await asyncio.sleep(3600)
     return first, count if b'"length"' in last else 0  # a part may hold several tokens
