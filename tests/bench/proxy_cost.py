@@ -145,7 +145,8 @@ async def _tokens_per_s(url: str, seconds: float) -> float:
     async def loop(session: aiohttp.ClientSession, until: float) -> None:
         nonlocal tokens
         while time.monotonic() < until:
-            tokens += (await _stream(session, url, 200))[1]
+            _, count = await _stream(session, url, 200)
+            tokens += count  # behind the await, or other streams' counts were lost
 
     async with _session() as session:
         start = time.monotonic()
