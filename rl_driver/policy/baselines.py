@@ -57,8 +57,6 @@ class Balanced(Router):
         self.profile = BatchProfile()
 
     def choose(self, turn: Turn) -> Placement | None:
-        if turn.avoid and not self._has_other(turn):
-            turn = Turn(turn.turn_id, turn.trajectory_id, turn.min_version)
         worker_id = select_engine(self._loads(lambda w: self._has_room(w, turn)), self._max_pending)
         return None if worker_id is None else Placement(turn, worker_id, "least_loaded")
 

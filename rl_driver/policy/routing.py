@@ -159,7 +159,7 @@ class Router:
             raise ValueError(f"turn {turn.turn_id!r} was submitted already")
         # Nobody overtakes a turn that the same workers could serve.
         waits = any(version <= turn.min_version and avoid <= turn.avoid for version, avoid in self._queues)
-        placed = None if waits else self.choose(turn)
+        placed = None if waits else self._try(turn)
         if placed is not None:
             return self._take(placed)
         self._number += 1
@@ -187,7 +187,7 @@ class Router:
         while waiting and len(out) < limit:
             needs = min(waiting, key=lambda n: next(iter(self._queues[n].values()))[0])
             _, turn = next(iter(self._queues[needs].values()))
-            placed = self.choose(turn)
+            placed = self._try(turn)
             if placed is None:
                 waiting.discard(needs)
                 continue
@@ -217,9 +217,7 @@ class Router:
     # ---- internals
 
     def choose(self, turn: Turn) -> Placement | None:
-        """A worker with room for a turn; other policies override this."""
-        if turn.avoid and not self._has_other(turn):
-            turn = replace(turn, avoid=frozenset())
+        """A worker with room for a turn, none of `turn.avoid`; other policies override this."""
         if self._affinity:
             last = self._last_worker.get(turn.trajectory_id)
             if last is not None and self._has_room(last, turn):
@@ -228,6 +226,12 @@ class Router:
             if (worker_id := self._least_loaded(kind, turn)) is not None:
                 return Placement(turn, worker_id, reason)
         return None
+
+    def _try(self, turn: Turn) -> Placement | None:
+        """Whatever the policy: workers to be avoided are not, when there is no other."""
+        if turn.avoid and not self._has_other(turn):
+            turn = replace(turn, avoid=frozenset())
+        return self.choose(turn)
 
     def _has_other(self, turn: Turn) -> bool:
         """Whether a worker that need not be avoided may take the turn, now or later."""

@@ -74,6 +74,15 @@ def test_dispatch_is_delayed_and_turns_move_to_who_has_nothing():
     assert router.migrations() == ["turn-1"], "executing turns beyond the plateau"
 
 
+@pytest.mark.parametrize("name", sorted(POLICIES))
+def test_a_turn_goes_back_to_who_failed_it_only_when_there_is_nobody_else(name):
+    router = _with(POLICIES[name](), Worker("a", "dedicated", 4), Worker("b", "dedicated", 4))
+    assert router.submit(Turn("one", "x", 0, frozenset({"a"}))).worker_id == "b"
+    assert router.submit(Turn("two", "y", 0, frozenset({"a", "b"}))).worker_id in ("a", "b")
+    router.put_worker(Worker("b", "dedicated", 4, eligible=False))
+    assert router.submit(Turn("three", "z", 0, frozenset({"a"}))).worker_id == "a"
+
+
 @given(st.data(), st.sampled_from(sorted(POLICIES)))
 def test_no_policy_exceeds_a_bound_or_loses_a_turn(data, name):
     router = POLICIES[name]()
