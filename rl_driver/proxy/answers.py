@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -253,3 +255,34 @@ def _joined(parts: list[Part]) -> Part:
     last = parts[-1]
     out.finish_reason, out.stop_reason, out.spans = last.finish_reason, last.stop_reason, last.spans
     return out
+
+
+async def merged(sources: list[AsyncIterator[Part]]) -> AsyncIterator[Part]:
+    """Parts of several sources as they come; the first error ends them all."""
+    queue: asyncio.Queue[Part | Exception | None] = asyncio.Queue(maxsize=64)
+
+    async def pump(source: AsyncIterator[Part]) -> None:
+        try:
+            async with aclosing(source) as parts:  # type: ignore[type-var]
+                async for part in parts:
+                    await queue.put(part)
+            await queue.put(None)
+        except Exception as exc:  # recovery: raised again where the parts are read
+            await queue.put(exc)
+
+    tasks = [asyncio.create_task(pump(s)) for s in sources]
+    try:
+        left = len(tasks)
+        while left:
+            item = await queue.get()
+            if item is None:
+                left -= 1
+            elif isinstance(item, Exception):
+                raise item
+            else:
+                yield item
+    finally:
+        for task in tasks:
+            task.cancel()
+        with contextlib.suppress(Exception):
+            await asyncio.gather(*tasks, return_exceptions=True)

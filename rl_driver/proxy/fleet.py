@@ -203,7 +203,7 @@ class Fleet:
                 member.seen_s = self._clock()
                 self._note_wrong(member, str(exc))
                 member.alive = False
-            except (aiohttp.ClientError, OSError, TimeoutError, msgspec.DecodeError) as exc:
+            except (aiohttp.ClientError, OSError, TimeoutError, msgspec.DecodeError, LookupError) as exc:
                 gone = isinstance(exc, aiohttp.ClientConnectorError)
                 self._note_missing(member, f"{type(exc).__name__}: {exc}" if str(exc) else type(exc).__name__, gone)
             self._list(member)
@@ -279,8 +279,10 @@ class Fleet:
             now_s = self._clock()
             for member in list(self.members.values()):
                 self._list(member)  # a breaker may have cooled down
-            with contextlib.suppress(TimeoutError):
+            try:
                 await self._hold(now_s)
+            except Exception:  # recovery: without it all borrowed engines would be lost, one after the other
+                logger.exception("the borrowed engines could not be looked after")
             await asyncio.sleep(min(0.25, self._config.poll_s))
 
     async def _hold(self, now_s: float) -> None:

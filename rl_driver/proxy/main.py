@@ -79,7 +79,7 @@ async def _serve(config: ProxyConfig) -> int:
     runner = web.AppRunner(
         proxy.app(), handler_cancellation=True, access_log=None, shutdown_timeout=_END_BOUND_S, keepalive_timeout=75
     )
-    proxy.runner = runner
+    proxy.connections.runner = runner
     await runner.setup()
     await web.SockSite(runner, listener, backlog=_BACKLOG).start()
     host, port = listener.getsockname()[:2]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import secrets
 import time
 from collections.abc import Sequence
@@ -16,6 +18,8 @@ from rl_driver.proxy.continuation import OverloadedError
 from rl_driver.proxy.fleet import Fleet, Member
 from rl_driver.proxy.text import TextTokenizer
 from rl_driver.proxy.upstream import GenerateRequest, RefusedError
+
+logger = logging.getLogger("coserve.proxy")
 
 _RENDER_BOUND_S = 30.0
 _COMPLETION_TOKENS = 16  # OpenAI's default of max_tokens
@@ -109,20 +113,29 @@ class Planner:
 
     def __init__(self, fleet: Fleet, session: aiohttp.ClientSession, tokenizer_name: str | None) -> None:
         self._fleet, self._session, self._name = fleet, session, tokenizer_name
-        self._tokenizers: dict[str, TextTokenizer | None] = {}
+        self._tokenizer: TextTokenizer | None = None
+        self._tokenizer_of = ""  # the name that it was loaded by, also when there is none of that name
+        self._loading = asyncio.Lock()
         self._turn = 0
 
     def tokenizer(self) -> TextTokenizer | None:
         """The workers' tokenizer; None: there is none that could be loaded here, so only token ids go in and out."""
-        name = self._name or next((m.root for m in self._fleet.members.values() if m.root), None)
-        if name is None:
-            return None
-        if name not in self._tokenizers:
+        return self._tokenizer
+
+    async def _load_tokenizer(self) -> None:
+        """Have the tokenizer there; off the event loop, for it may take seconds."""
+        name = self._name or next((m.root for m in self._fleet.members.values() if m.root), "")
+        if name == self._tokenizer_of:
+            return
+        async with self._loading:
+            if name == self._tokenizer_of:
+                return
             try:
-                self._tokenizers[name] = TextTokenizer.load(name)
-            except ValueError:
-                self._tokenizers[name] = None
-        return self._tokenizers[name]
+                self._tokenizer = await asyncio.to_thread(TextTokenizer.load, name)
+            except ValueError as exc:
+                logger.warning("text is neither taken nor given, only token ids: %s", exc)
+                self._tokenizer = None
+            self._tokenizer_of = name
 
     async def completion(self, data: dict[str, Any]) -> Plan:
         """Plan of `POST /v1/completions`.
@@ -132,6 +145,7 @@ class Planner:
             OverloadedError: there is no worker to ask.
         """
         body = convert(data, CompletionRequest)
+        await self._load_tokenizer()
         worker = self._worker(body.model)
         prompts = self._prompts(body.prompt)
         if body.echo and body.logprobs is not None:
@@ -156,6 +170,7 @@ class Planner:
     async def chat(self, data: dict[str, Any]) -> Plan:
         """Plan of `POST /v1/chat/completions`; raises as `completion` does."""
         body = convert(data, ChatRequest)
+        await self._load_tokenizer()
         worker = self._worker(body.model)
         if body.top_logprobs is not None and not body.logprobs:
             raise RefusedError(400, "top_logprobs needs logprobs: true beside it")

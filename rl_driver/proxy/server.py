@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hashlib
 import logging
 import secrets
@@ -14,12 +13,9 @@ from contextlib import aclosing
 from typing import Any
 
 import aiohttp
-import msgspec
 from aiohttp import web
 
 from rl_driver.api.openai import (
-    Error,
-    ErrorAnswer,
     ModelCard,
     Models,
     ProxyState,
@@ -32,8 +28,10 @@ from rl_driver.api.proxy_config import ProxyConfig, check_url
 from rl_driver.policy.baselines import POLICIES
 from rl_driver.policy.routing import Turn
 from rl_driver.policy.versions import version_number
-from rl_driver.proxy.answers import ChatFormatter, Choice, CompletionFormatter, Formatter, Part
+from rl_driver.proxy.answers import ChatFormatter, Choice, CompletionFormatter, Formatter, Part, merged
+from rl_driver.proxy.connections import Connections
 from rl_driver.proxy.continuation import GaveUpError, Limits, OverloadedError, generate
+from rl_driver.proxy.delivery import Delivery, Record, error_response, json_response
 from rl_driver.proxy.fleet import Fleet
 from rl_driver.proxy.http import HttpUpstream
 from rl_driver.proxy.metrics import ProxyMetrics
@@ -49,14 +47,9 @@ logger = logging.getLogger("coserve.proxy")
 
 _BODY_MAX_BYTES = 64 << 20
 _BODY_BOUND_S = 30.0
-_WRITE_BOUND_S = 60.0  # a client that reads nothing for so long is gone
-_FIRST_REQUEST_S = 15.0  # a connection must have sent its first request's head by then
-_IDLE_S = 90.0
-_SWEEP_S = 2.0
 _BALANCE_S = 0.1
 _TRAJECTORY_MAX_CHARS = 256
 _OPEN_PATHS = frozenset({"/health", "/metrics", "/openapi.json"})
-_encode = msgspec.json.Encoder().encode
 
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -70,11 +63,8 @@ class Proxy:
         self._digests = [hashlib.sha256(config.api_key.encode()).digest()] if config.api_key else []
         self._limits = Limits(chunk_s=config.chunk_timeout_s)
         self._running = 0
-        self._idle_since: dict[Any, float] = {}
-        self._served: set[Any] = set()
-        self._busy: dict[Any, int] = {}
         self._tasks: list[asyncio.Task[None]] = []
-        self.runner: web.AppRunner | None = None
+        self.connections = Connections()
 
     # ---- life
 
@@ -91,7 +81,7 @@ class Proxy:
         self.upstream = HttpUpstream(self._session, self.fleet)
         self.planner = Planner(self.fleet, self._session, config.tokenizer)
         await self.fleet.start()
-        self._tasks = [asyncio.create_task(self._close_idle_connections()), asyncio.create_task(self._balance())]
+        self._tasks = [asyncio.create_task(self.connections.run()), asyncio.create_task(self._balance())]
 
     async def stop(self) -> None:
         """Give the borrowed engines free and end."""
@@ -133,49 +123,25 @@ class Proxy:
             await asyncio.sleep(_BALANCE_S)
             self.scheduler.balance()
 
-    async def _close_idle_connections(self) -> None:
-        """Connections that send no request, or half of one, are closed after a while."""
-        while True:
-            await asyncio.sleep(_SWEEP_S)
-            if self.runner is None or self.runner.server is None:
-                continue
-            now_s, known = time.monotonic(), set(self.runner.server.connections)
-            for old in [c for c in self._idle_since if c not in known]:
-                del self._idle_since[old]
-                self._served.discard(old)
-            for connection in known:
-                if self._busy.get(connection):
-                    continue
-                bound_s = _IDLE_S if connection in self._served else _FIRST_REQUEST_S
-                if now_s - self._idle_since.setdefault(connection, now_s) > bound_s and connection.transport:
-                    connection.transport.abort()
-
     # ---- every request
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
-        connection = request.protocol
-        self._busy[connection] = self._busy.get(connection, 0) + 1
         try:
-            self._authorize(request)
-            return await handler(request)
+            with self.connections.busy(request.protocol):
+                self._authorize(request)
+                return await handler(request)
         except RefusedError as exc:
-            return _error(exc.status, str(exc))
+            return error_response(exc.status, str(exc))
         except OverloadedError as exc:
             headers = {"Retry-After": str(max(1, round(exc.retry_after_s)))}
-            return _error(exc.status, str(exc), headers)
+            return error_response(exc.status, str(exc), headers)
         except GaveUpError as exc:
-            return _error(502, str(exc))
+            return error_response(502, str(exc))
         except web.HTTPRequestEntityTooLarge:
-            return _error(413, f"the body is larger than {_BODY_MAX_BYTES >> 20} MiB")
+            return error_response(413, f"the body is larger than {_BODY_MAX_BYTES >> 20} MiB")
         except web.HTTPException as exc:
-            return _error(exc.status, exc.reason, {k: v for k, v in exc.headers.items() if k == "Allow"})
-        finally:
-            self._served.add(connection)
-            self._idle_since[connection] = time.monotonic()
-            self._busy[connection] -= 1
-            if not self._busy[connection]:
-                del self._busy[connection]
+            return error_response(exc.status, exc.reason, {k: v for k, v in exc.headers.items() if k == "Allow"})
 
     def _authorize(self, request: web.Request) -> None:
         if not self._digests or request.path in _OPEN_PATHS:
@@ -216,8 +182,11 @@ class Proxy:
         try:
             async with aclosing(source) as parts:  # type: ignore[type-var]
                 record = self._record(request, plan, trajectory_id) if not stored else None
-                send = self._stream if plan.stream else self._whole
-                response = await send(request, plan, formatter, parts, record, start_s)
+                delivery = Delivery(plan, formatter, self.planner, self.metrics, record, start_s)
+                if plan.stream:
+                    response = await delivery.stream(parts, request, self.connections)
+                else:
+                    response = await delivery.whole(parts)
             status = "ok"
             return response
         except (RefusedError, OverloadedError, GaveUpError) as exc:
@@ -237,7 +206,7 @@ class Proxy:
                 async for part in parts:
                     yield part
             return
-        async with aclosing(_merged(sources)) as parts:  # type: ignore[type-var]
+        async with aclosing(merged(sources)) as parts:  # type: ignore[type-var]
             async for part in parts:
                 yield part
 
@@ -251,85 +220,6 @@ class Proxy:
             self.metrics.moves.labels(outcome).inc()
 
         return generate(turn, choice.answer, self.scheduler, self.upstream, self._limits, on_move)
-
-    async def _whole(
-        self,
-        request: web.Request,
-        plan: Plan,
-        formatter: Formatter,
-        parts: AsyncIterator[Part],
-        record: Callable[[list[Part]], Awaitable[None]] | None,
-        start_s: float,
-    ) -> web.StreamResponse:
-        groups: list[list[Part]] = [[] for _ in range(plan.choices)]
-        async for part in parts:
-            if not any(groups):
-                self.metrics.ttft.observe(time.monotonic() - start_s)
-            self.metrics.tokens.inc(len(part.token_ids))
-            groups[part.index].append(part)
-        if record:
-            await record(groups[0])
-        if plan.tools and isinstance(formatter, ChatFormatter):
-            messages = [await self._message(plan, group) for group in groups]
-            return _json(formatter.whole(groups, messages))
-        return _json(formatter.whole(groups))
-
-    async def _message(self, plan: Plan, parts: list[Part]) -> dict[str, Any]:
-        tokens = [t for p in parts for t in p.token_ids]
-        return await self.planner.derender(plan, parts[0].index, tokens, parts[-1].finish_reason or "stop")
-
-    async def _stream(
-        self,
-        request: web.Request,
-        plan: Plan,
-        formatter: Formatter,
-        parts: AsyncIterator[Part],
-        record: Callable[[list[Part]], Awaitable[None]] | None,
-        start_s: float,
-    ) -> web.StreamResponse:
-        first = await anext(parts)  # what goes wrong before it is an HTTP error, not a broken stream
-        self.metrics.ttft.observe(time.monotonic() - start_s)
-        headers = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-store"}
-        response = web.StreamResponse(headers=headers | {"X-Accel-Buffering": "no"})
-        await response.prepare(request)
-        kept: list[list[Part]] = [[] for _ in range(plan.choices)]
-        for event in formatter.opening():
-            await _send(response, event)
-        try:
-            part: Part | None = first
-            while part is not None:
-                self.metrics.tokens.inc(len(part.token_ids))
-                if record or plan.tools:
-                    kept[part.index].append(part)
-                if part.finish_reason and record:
-                    await record(kept[0])
-                if plan.tools and isinstance(formatter, ChatFormatter):
-                    if part.finish_reason:  # tool calls are read from the whole text
-                        await _send(response, await self._tool_event(plan, formatter, kept[part.index]))
-                else:
-                    await _send(response, formatter.event(part))
-                part = await anext(parts, None)
-            for event in formatter.closing():
-                await _send(response, event)
-        except (RefusedError, OverloadedError, GaveUpError) as exc:
-            status = getattr(exc, "status", 502)
-            await _send(response, ErrorAnswer(Error(str(exc), _TYPES.get(status, "server_error"), status)))
-            self.metrics.moves.labels("broken_stream").inc()
-        await _write(response, b"data: [DONE]\n\n")
-        await response.write_eof()
-        return response
-
-    async def _tool_event(self, plan: Plan, formatter: ChatFormatter, parts: list[Part]) -> Any:
-        derendered = await self._message(plan, parts)
-        part = parts[-1]
-        part.token_ids = [t for p in parts for t in p.token_ids]
-        part.logprobs = [x for p in parts for x in p.logprobs]
-        part.top = [x for p in parts for x in p.top]
-        message = derendered["message"]
-        for i, call in enumerate(message.get("tool_calls") or ()):
-            call["index"] = i
-        part.finish_reason = derendered.get("finish_reason") or part.finish_reason
-        return formatter.event(part, message)
 
     # ---- trajectories
 
@@ -354,9 +244,7 @@ class Proxy:
             list(turn.spans),
         )
 
-    def _record(
-        self, request: web.Request, plan: Plan, trajectory_id: str | None
-    ) -> Callable[[list[Part]], Awaitable[None]] | None:
+    def _record(self, request: web.Request, plan: Plan, trajectory_id: str | None) -> Record | None:
         if self.records is None or trajectory_id is None or plan.choices != 1:
             return None
         records, index = self.records, _turn_index(request)
@@ -376,12 +264,12 @@ class Proxy:
         for member in self.fleet.usable():
             for name in member.models:
                 cards.setdefault(name, ModelCard(name, member.max_model_len, member.root))
-        return _json(Models(list(cards.values())))
+        return json_response(Models(list(cards.values())))
 
     async def health(self, request: web.Request) -> web.Response:
         """`GET /health`: 200 while there is a worker."""
         if not self.fleet.usable():
-            return _error(503, "no worker is available; GET /coserve/v1/workers says why")
+            return error_response(503, "no worker is available; GET /coserve/v1/workers says why")
         return web.Response()
 
     async def metrics_page(self, request: web.Request) -> web.Response:
@@ -411,7 +299,7 @@ class Proxy:
 
     async def workers(self, request: web.Request) -> web.Response:
         """`GET /coserve/v1/workers`: what the proxy knows of its workers."""
-        return _json(self._state())
+        return json_response(self._state())
 
     async def add_worker(self, request: web.Request) -> web.Response:
         """`POST /coserve/v1/workers`: use one more worker."""
@@ -421,7 +309,7 @@ class Proxy:
         except ValueError as exc:
             raise RefusedError(400, str(exc)) from None
         self.fleet.add(url, body.kind)
-        return _json(self._state())
+        return json_response(self._state())
 
     async def remove_worker(self, request: web.Request) -> web.Response:
         """`DELETE /coserve/v1/workers?url=`: its turns go on elsewhere."""
@@ -429,13 +317,13 @@ class Proxy:
         if not await self.fleet.remove(url):
             raise RefusedError(404, f"there is no worker {url!r}")
         self.scheduler.remove_worker(url, "it was taken off")
-        return _json(self._state())
+        return json_response(self._state())
 
     async def step(self, request: web.Request) -> web.Response:
         """`POST /coserve/v1/step`: an RL step begins; borrowed engines compute their budgets anew."""
         await self.fleet.announce_step()
         self.scheduler.begin_step()
-        return _json(self._state())
+        return json_response(self._state())
 
     # ---- trajectories as records
 
@@ -448,17 +336,17 @@ class Proxy:
         """`PUT /coserve/v1/trajectories/ID`."""
         body = convert(await self._body(request), TrajectoryBegin)
         await self._kept().begin(_trajectory_id(request), body.group, body.task)
-        return _json(await self._kept().get(_trajectory_id(request)))
+        return json_response(await self._kept().get(_trajectory_id(request)))
 
     async def get_trajectory(self, request: web.Request) -> web.Response:
         """`GET /coserve/v1/trajectories/ID`."""
-        return _json(await self._kept().get(_trajectory_id(request)))
+        return json_response(await self._kept().get(_trajectory_id(request)))
 
     async def end_trajectory(self, request: web.Request) -> web.Response:
         """`POST /coserve/v1/trajectories/ID/end`."""
         body = convert(await self._body(request), TrajectoryEnd)
         await self._kept().end(_trajectory_id(request), body.state, body.reward)
-        return _json(await self._kept().get(_trajectory_id(request)))
+        return json_response(await self._kept().get(_trajectory_id(request)))
 
 
 def _open(store: str) -> Records:
@@ -466,31 +354,6 @@ def _open(store: str) -> Records:
         return Records(store)
     except (sqlite3.Error, ConflictError) as exc:
         raise ConfigurationError(f"--store {store!r} cannot be used ({exc}): give another file") from None
-
-
-_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error", 503: "overloaded_error"}
-
-
-def _error(status: int, message: str, headers: dict[str, str] | None = None) -> web.Response:
-    kind = _TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
-    body = _encode(ErrorAnswer(Error(message, kind, status)))
-    return web.Response(status=status, body=body, content_type="application/json", headers=headers)
-
-
-def _json(answer: Any) -> web.Response:
-    return web.Response(body=_encode(answer), content_type="application/json")
-
-
-async def _send(response: web.StreamResponse, event: Any) -> None:
-    await _write(response, b"data: " + _encode(event) + b"\n\n")
-
-
-async def _write(response: web.StreamResponse, data: bytes) -> None:
-    try:
-        async with asyncio.timeout(_WRITE_BOUND_S):
-            await response.write(data)
-    except TimeoutError:
-        raise ConnectionResetError("the client reads nothing") from None
 
 
 def _trajectory(request: web.Request, plan: Plan) -> str | None:
@@ -518,34 +381,3 @@ def _turn_index(request: web.Request) -> int | None:
 
 async def _once(part: Part) -> AsyncIterator[Part]:
     yield part
-
-
-async def _merged(sources: list[AsyncIterator[Part]]) -> AsyncIterator[Part]:
-    """Parts of several sources as they come; the first error ends them all."""
-    queue: asyncio.Queue[Part | Exception | None] = asyncio.Queue(maxsize=64)
-
-    async def pump(source: AsyncIterator[Part]) -> None:
-        try:
-            async with aclosing(source) as parts:  # type: ignore[type-var]
-                async for part in parts:
-                    await queue.put(part)
-            await queue.put(None)
-        except Exception as exc:  # recovery: raised again where the parts are read
-            await queue.put(exc)
-
-    tasks = [asyncio.create_task(pump(s)) for s in sources]
-    try:
-        left = len(tasks)
-        while left:
-            item = await queue.get()
-            if item is None:
-                left -= 1
-            elif isinstance(item, Exception):
-                raise item
-            else:
-                yield item
-    finally:
-        for task in tasks:
-            task.cancel()
-        with contextlib.suppress(Exception):
-            await asyncio.gather(*tasks, return_exceptions=True)

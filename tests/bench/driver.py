@@ -15,8 +15,6 @@ import contextlib
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -28,10 +26,12 @@ from typing import Any
 import aiohttp
 
 from tests.bench import machine, proxy_cost, results
+from tests.scenario.harness import bearer
+from tests.scenario.proxy_harness import AUTH, dedicated_engine, running_proxy, wait_usable
 from vllm_coserve.demo.load import serve_schedule
 from vllm_coserve.demo.models import ROLLOUT_SPEC, SERVING_SPEC, ensure_model
-from vllm_coserve.demo.run import free_port, warm_up
-from vllm_coserve.demo.servers import DEVICE_CORE, HOST_CORE, Pair, cmdline, descendants, pin, stop
+from vllm_coserve.demo.run import warm_up
+from vllm_coserve.demo.servers import DEVICE_CORE, HOST_CORE, Pair, cmdline, descendants, pin
 
 _TURNS = 5
 _UNBOUNDED = 4096  # turns on an engine, for policies that know no bound
@@ -58,9 +58,12 @@ ROWS = (
 
 
 class Agents:
-    """A fixed number of trajectories, some at a time; each turn's prompt is the whole text so far."""
+    """A fixed number of trajectories, some at a time; each turn's prompt is the whole text so far.
 
-    def __init__(self, url: str, trajectories: int, concurrent: int, seed: int) -> None:
+    Another seed makes other prompts, so that nothing of an earlier run is in a prefix cache.
+    """
+
+    def __init__(self, url: str, trajectories: int, concurrent: int, seed: str) -> None:
         self._url, self._trajectories, self._concurrent, self._seed = url, trajectories, concurrent, seed
         self.tokens = self.turns = self.errors = 0
         self.turns_s: list[float] = []
@@ -89,7 +92,7 @@ class Agents:
         start = time.monotonic()
         while True:
             async with session.post(
-                f"{self._url}/v1/completions", json=body, headers={"X-Trajectory-Id": name}
+                f"{self._url}/v1/completions", json=body, headers={**AUTH, "X-Trajectory-Id": name}
             ) as answer:
                 if answer.status == 200:
                     tokens = (await answer.json())["choices"][0]["token_ids"]
@@ -106,62 +109,25 @@ class Agents:
 @contextlib.contextmanager
 def _engine(log: Path) -> Iterator[str]:
     """A dedicated engine with the rollout model, its worker on the host's core: a second device."""
-    port = free_port()
     model = ensure_model(ROLLOUT_SPEC, Path("out") / "models")
-    env = {**os.environ, "VLLM_CPU_OMP_THREADS_BIND": str(HOST_CORE), "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model), *machine.COMMON.split()]
-    command += [f"--port={port}", "--host=127.0.0.1", "--served-model-name=rollout", "--enable-scale-out"]
-    command += ["--kv-cache-memory-bytes", str(96 << 20), "--max-num-batched-tokens=1024"]
-    with _running(command, f"http://127.0.0.1:{port}", log, env) as (url, process):
+    flags = ["--kv-cache-memory-bytes", str(96 << 20), "--max-num-batched-tokens=1024"]
+    with dedicated_engine(model, log, *flags) as (url, process):
         for pid in [process.pid, *descendants(process.pid)]:
-            core = HOST_CORE if "Worker" in cmdline(pid) else DEVICE_CORE
+            cores = {HOST_CORE} if "Worker" in cmdline(pid) else {DEVICE_CORE, HOST_CORE}
             for task in os.listdir(f"/proc/{pid}/task"):
                 with contextlib.suppress(OSError):
-                    os.sched_setaffinity(int(task), {core} if core == HOST_CORE else {DEVICE_CORE, HOST_CORE})
+                    os.sched_setaffinity(int(task), cores)
         yield url
 
 
 @contextlib.contextmanager
 def _proxy(row: Row, dedicated: str, borrowed: str, cap: int, log: Path) -> Iterator[str]:
-    port = free_port()
     turns = cap if row.bounded else _UNBOUNDED
-    command = [sys.executable, "-m", "rl_driver.proxy.main", f"--port={port}", f"--dedicated={dedicated}"]
-    command += [f"--borrowed={borrowed}", f"--policy={row.policy}", "--lost-after-s=20"]
-    command += [f"--turns-per-dedicated={turns}", f"--turns-per-borrowed={turns}"]
-    with _running(command, f"http://127.0.0.1:{port}", log, dict(os.environ)) as (url, _):
-        deadline = time.monotonic() + 30
-        while _usable(url) < 2:
-            if time.monotonic() > deadline:
-                raise RuntimeError(f"the proxy has not two workers; see {log}")
-            time.sleep(0.1)
+    flags = [f"--dedicated={dedicated}", f"--borrowed={borrowed}", f"--policy={row.policy}", "--lost-after-s=20"]
+    flags += [f"--turns-per-dedicated={turns}", f"--turns-per-borrowed={turns}", "--poll-s=1"]
+    with running_proxy(log, *flags) as (url, _):
+        wait_usable(url, 2)
         yield url
-
-
-def _usable(url: str) -> int:
-    import json
-
-    with urllib.request.urlopen(f"{url}/coserve/v1/workers", timeout=5) as answer:
-        return sum(w["usable"] for w in json.load(answer)["workers"])
-
-
-@contextlib.contextmanager
-def _running(
-    command: list[str], url: str, log: Path, env: dict[str, str]
-) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
-    with log.open("ab") as out:
-        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=env, start_new_session=True)
-    try:
-        deadline = time.monotonic() + 120
-        while True:
-            with contextlib.suppress(OSError):
-                urllib.request.urlopen(f"{url}/health", timeout=2).close()
-                break
-            if process.poll() is not None or time.monotonic() > deadline:
-                raise RuntimeError(f"{command[2:5]} did not start; see {log}")
-            time.sleep(0.2)
-        yield url, process
-    finally:
-        stop(process)
 
 
 def _hits(url: str) -> tuple[float, float]:
@@ -202,14 +168,12 @@ async def _warm(url: str) -> None:
     async with aiohttp.ClientSession() as session:
         for n in (8, 64, 256):
             body = {"prompt": list(range(3, 3 + n)), "max_tokens": 8, "ignore_eos": True}
-            async with session.post(f"{url}/v1/completions", json=body) as answer:
+            async with session.post(f"{url}/v1/completions", json=body, headers=bearer()) as answer:
                 answer.raise_for_status()
 
 
 async def _one(pair: Pair, dedicated: str, proxy: str, o: argparse.Namespace, seed: str) -> dict[str, Any]:
-    for engine in (dedicated, pair.rollout_url):  # what earlier rows left in the prefix caches is of other prompts
-        _hits(engine)
-    agents = Agents(proxy, o.trajectories, o.concurrent, seed)  # type: ignore[arg-type]
+    agents = Agents(proxy, o.trajectories, o.concurrent, seed)
     schedule = machine.arrivals(o.trace, 600.0, o.rate, 0)
     served: list[Any] = []
     serving = asyncio.create_task(

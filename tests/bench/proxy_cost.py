@@ -9,12 +9,10 @@ import asyncio
 import contextlib
 import os
 import pstats
+import random
 import resource
-import signal
-import subprocess
 import sys
 import time
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,50 +21,37 @@ import aiohttp
 
 from vllm_coserve.demo.phases import percentile
 from vllm_coserve.demo.run import free_port
+from vllm_coserve.demo.servers import running_server
 
 _CLIENT_CORE, _PROXY_CORE = 0, 1
 _STREAMS = 64
+_STEP_S = 0.05  # between two tokens of a stream
+_TTFT_TOKENS = 8
 _IDLE = 2000
 _BLOCK_S = 3.0
 _OUT = Path("out") / "bench"
 
 
 @contextlib.contextmanager
-def _child(argv: list[str], core: int, url: str) -> Iterator[subprocess.Popen[bytes]]:
-    process = subprocess.Popen(
-        [sys.executable, *argv],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        preexec_fn=lambda: os.sched_setaffinity(0, {core}),
-    )
-    try:
-        deadline = time.monotonic() + 30
-        while True:
-            with contextlib.suppress(OSError):
-                urllib.request.urlopen(f"{url}/health", timeout=2).close()
-                break
-            if process.poll() is not None or time.monotonic() > deadline:
-                raise RuntimeError(f"{argv} did not start")
-            time.sleep(0.1)
-        yield process
-    finally:
-        process.send_signal(signal.SIGINT)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(20)
-        process.kill()
-        process.wait()
-
-
-@contextlib.contextmanager
 def _both(step_ms: float, profile: Path | None = None) -> Iterator[tuple[str, str, int]]:
     """A worker and a proxy before it: (worker's address, proxy's address, the proxy's process)."""
     worker_url, proxy_url = (f"http://127.0.0.1:{free_port()}" for _ in range(2))
-    worker = ["-m", "tests.bench.synthetic_worker", f"--port={worker_url.rpartition(':')[2]}", f"--step-ms={step_ms}"]
+    worker = [
+        sys.executable,
+        "-m",
+        "tests.bench.synthetic_worker",
+        f"--port={worker_url.rpartition(':')[2]}",
+        f"--step-ms={step_ms}",
+    ]
     proxy = ["-m", "rl_driver.proxy.main", f"--port={proxy_url.rpartition(':')[2]}", f"--dedicated={worker_url}"]
     proxy += [f"--turns-per-dedicated={1 << 16}", "--lost-after-s=30"]
     if profile:
         proxy = ["-m", "cProfile", "-o", str(profile), *proxy]
-    with _child(worker, _CLIENT_CORE, worker_url), _child(proxy, _PROXY_CORE, proxy_url) as process:
+    with contextlib.ExitStack() as stack:
+        for argv, url, core in ((worker, worker_url, _CLIENT_CORE), ([sys.executable, *proxy], proxy_url, _PROXY_CORE)):
+            os.sched_setaffinity(0, {core})  # which the child has from us
+            process = stack.enter_context(running_server(argv, [url], _OUT / "proxy_cost.log", {}, bound_s=60))
+        os.sched_setaffinity(0, {_CLIENT_CORE})
         yield worker_url, proxy_url, process.pid
 
 
@@ -92,22 +77,29 @@ async def _session() -> Any:
 
 
 async def _ttft(worker_url: str, proxy_url: str, rounds: int) -> dict[str, Any]:
-    """Blocks of direct and proxied streams alternate; always `_STREAMS` at a time, begun at random moments."""
+    """Blocks of direct and proxied streams alternate; `_STREAMS` at a time on average, begun at random moments.
+
+    Without the pauses all streams would begin in the very moment in which the engine's step ends: its tokens come for
+    all streams at once, and a client that asks again without a pause does so then.
+    """
     samples: dict[str, list[float]] = {"direct": [], "proxy": []}
+    rng = random.Random(0)
+    loops = round(_STREAMS * (1 + 0.5 / (_TTFT_TOKENS + 0.5)))
     async with _session() as session:
 
         async def loop(url: str, until: float, into: list[float]) -> None:
             while time.monotonic() < until:
-                first, tokens = await _stream(session, url, 8)
-                assert tokens == 8
+                first, tokens = await _stream(session, url, _TTFT_TOKENS)
+                assert tokens == _TTFT_TOKENS
                 into.append(first)
+                await asyncio.sleep(rng.uniform(0, _STEP_S))
 
         for round_ in range(-1, rounds):
             for name, url in (("direct", worker_url), ("proxy", proxy_url)):
                 into = samples[name] if round_ >= 0 else []
                 until = time.monotonic() + _BLOCK_S
                 jobs = []
-                for _ in range(_STREAMS):
+                for _ in range(loops):
                     jobs.append(asyncio.create_task(loop(url, until, into)))
                     await asyncio.sleep(0.007)
                 await asyncio.gather(*jobs)
@@ -180,7 +172,7 @@ def measure(rounds: int, seconds: float) -> dict[str, Any]:
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, max(soft, 16384)), hard))
     _OUT.mkdir(parents=True, exist_ok=True)
     out: dict[str, Any] = {}
-    with _both(50.0) as (worker_url, proxy_url, pid):
+    with _both(1e3 * _STEP_S) as (worker_url, proxy_url, pid):
         out["ttft"] = asyncio.run(_ttft(worker_url, proxy_url, rounds))
         print("ttft", out["ttft"], flush=True)
         out["idle"] = asyncio.run(_idle(proxy_url, pid))

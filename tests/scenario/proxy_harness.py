@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import random
-import signal
 import socket
 import subprocess
 import sys
@@ -19,42 +17,17 @@ import requests
 
 from tests.scenario.harness import COMMON, KEY, RunningPair, prompt, wait_for
 from vllm_coserve.demo.run import free_port
-from vllm_coserve.demo.servers import stop
+from vllm_coserve.demo.servers import HOST_CORE, engine_env, running_server, vllm_serve
 
 
 @contextlib.contextmanager
-def process_of(
-    command: list[str], url: str, log: Path, bound_s: float, **env: str
-) -> Iterator[subprocess.Popen[bytes]]:
-    """A server that answers /health at `url`; it ends with the block."""
-    with log.open("ab") as out:
-        process = subprocess.Popen(
-            command, stdout=out, stderr=subprocess.STDOUT, env={**os.environ, **env}, start_new_session=True
-        )
-    try:
-        wait_for(f"{url} answers", lambda: _answers(process, url, log), bound_s)
-        yield process
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGCONT)
-        stop(process)
-
-
-def _answers(process: subprocess.Popen[bytes], url: str, log: Path) -> bool:
-    assert process.poll() is None, log.read_text(errors="replace")[-3000:]
-    return requests.get(f"{url}/health", timeout=2).status_code == 200
-
-
-@contextlib.contextmanager
-def dedicated_engine(model: Path, log: Path) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+def dedicated_engine(model: Path, log: Path, *flags: str) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
     """A plain vLLM server with the rollout model, its worker on the second core: (address, process)."""
     port = free_port()
     url = f"http://127.0.0.1:{port}"
-    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model), *COMMON.split()]
-    command += [f"--port={port}", "--host=127.0.0.1", "--served-model-name=rollout", f"--api-key={KEY}"]
-    command += ["--enable-scale-out", "--kv-cache-memory-bytes", str(128 << 20)]
-    env = {"VLLM_CPU_OMP_THREADS_BIND": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
-    with process_of(command, url, log, 120, **env) as process:
+    argv = [str(model), *COMMON.split(), f"--port={port}", "--host=127.0.0.1", "--served-model-name=rollout"]
+    argv += ["--enable-scale-out", "--kv-cache-memory-bytes", str(128 << 20), f"--api-key={KEY}", *flags]
+    with running_server(vllm_serve(*argv), [url], log, engine_env(HOST_CORE)) as process:
         yield url, process
 
 
@@ -64,7 +37,8 @@ def running_proxy(log: Path, *flags: str, port: int | None = None) -> Iterator[t
     port = port or free_port()
     url = f"http://127.0.0.1:{port}"
     command = [sys.executable, "-m", "vllm_coserve.console.main", "proxy", f"--port={port}", "--poll-s=0.2", *flags]
-    with process_of(command, url, log, 30, COSERVE_WORKER_API_KEY=KEY, COSERVE_API_KEY="proxy-key") as process:
+    env = {"COSERVE_WORKER_API_KEY": KEY, "COSERVE_API_KEY": "proxy-key"}
+    with running_server(command, [url], log, env, bound_s=60) as process:
         yield url, process
 
 

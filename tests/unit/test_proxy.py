@@ -55,7 +55,7 @@ async def running(*fakes, usable=None, **config):
     proxy = Proxy(ProxyConfig(**values))
     await proxy.start()
     runner = web.AppRunner(proxy.app(), handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
-    proxy.runner = runner
+    proxy.connections.runner = runner
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()
@@ -483,9 +483,9 @@ def test_keys_guard_the_proxy_and_are_never_shown(caplog):
 
 def test_a_slow_client_and_half_a_request_do_not_stay(monkeypatch):
     async def test():
-        monkeypatch.setattr("rl_driver.proxy.server._FIRST_REQUEST_S", 0.2)
+        monkeypatch.setattr("rl_driver.proxy.connections._FIRST_REQUEST_S", 0.2)
         monkeypatch.setattr("rl_driver.proxy.server._BODY_BOUND_S", 0.2)
-        monkeypatch.setattr("rl_driver.proxy.server._SWEEP_S", 0.1)
+        monkeypatch.setattr("rl_driver.proxy.connections._SWEEP_S", 0.1)
         async with workers(FakeWorker()) as fakes, running(*fakes) as client:
             port = int(client.url.rpartition(":")[2])
             reader, writer = await asyncio.open_connection("127.0.0.1", port)

@@ -11,7 +11,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,42 +45,78 @@ def get_json(url: str, timeout_s: float = 5.0) -> dict[str, Any]:
         return json.load(response)
 
 
+def vllm_serve(*argv: str) -> list[str]:
+    """The command line of `vllm serve ARGV...`."""
+    return [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", *argv]
+
+
+def engine_env(core: int) -> dict[str, str]:
+    """Environment of an engine whose worker computes on one core."""
+    return {"VLLM_CPU_OMP_THREADS_BIND": str(core), "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+
+
 @contextlib.contextmanager
-def running_pair(argv: Sequence[str], port: int, rollout_port: int, log: Path, say: Any) -> Iterator[Pair]:
-    """Run `vllm serve ARGV...` until the block ends; nothing of it is left afterwards, whatever happens."""
-    if (os.cpu_count() or 1) < 2:
-        raise DemoError("the demo needs two CPU cores: one stands for the device, one is the host")
-    env = dict(os.environ)
-    env.update(VLLM_CPU_OMP_THREADS_BIND=str(DEVICE_CORE), VLLM_NO_USAGE_STATS="1", HF_HUB_OFFLINE="1")
-    env.setdefault("VLLM_LOGGING_LEVEL", "INFO")
-    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", *argv]
-    with log.open("wb") as out:
+def running_server(
+    command: Sequence[str],
+    urls: Sequence[str],
+    log: Path,
+    env: Mapping[str, str],
+    say: Callable[[str], None] = lambda text: None,
+    bound_s: float = _START_BOUND_S,
+) -> Iterator[subprocess.Popen[bytes]]:
+    """Run a command until the block ends, which begins when /health answers at all addresses.
+
+    Nothing of it is left afterwards, whatever happens: it is a process group of its own. `env` is added to our own
+    environment, its output to `log`.
+
+    Raises:
+        DemoError: it ended, or did not answer within `bound_s`.
+    """
+    with log.open("ab") as out:
         process = subprocess.Popen(
-            command, env=env, stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True
+            command,
+            env={**os.environ, **env},
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
         )
-    pair = Pair(process, f"http://127.0.0.1:{port}", f"http://127.0.0.1:{rollout_port}", log)
     try:
-        _await_health(pair, say)
-        pin(process.pid)
-        yield pair
+        _await_health(process, list(urls), log, say, bound_s)
+        yield process
     finally:
         stop(process)
 
 
-def _await_health(pair: Pair, say: Any) -> None:
+@contextlib.contextmanager
+def running_pair(
+    argv: Sequence[str], port: int, rollout_port: int, log: Path, say: Callable[[str], None]
+) -> Iterator[Pair]:
+    """Run `vllm serve ARGV...` until the block ends, pinned; see `running_server`."""
+    if (os.cpu_count() or 1) < 2:
+        raise DemoError("the demo needs two CPU cores: one stands for the device, one is the host")
+    log.unlink(missing_ok=True)
+    urls = [f"http://127.0.0.1:{port}", f"http://127.0.0.1:{rollout_port}"]
+    with running_server(vllm_serve(*argv), urls, log, engine_env(DEVICE_CORE), say) as process:
+        pin(process.pid)
+        yield Pair(process, *urls, log)
+
+
+def _await_health(
+    process: subprocess.Popen[bytes], waiting: list[str], log: Path, say: Callable[[str], None], bound_s: float
+) -> None:
     start = time.monotonic()
-    waiting = [pair.serving_url, pair.rollout_url]
     while waiting:
         elapsed = time.monotonic() - start
         say(f"starting the engines ({elapsed:.0f} s)")
-        if pair.process.poll() is not None or elapsed > _START_BOUND_S:
-            tail = "\n".join(pair.log.read_text(errors="replace").splitlines()[-25:])
-            raise DemoError(f"the engines did not start within {elapsed:.0f} s; the end of {pair.log}:\n{tail}")
+        if process.poll() is not None or elapsed > bound_s:
+            tail = "\n".join(log.read_text(errors="replace").splitlines()[-25:])
+            raise DemoError(f"{waiting[0]} did not answer within {elapsed:.0f} s; the end of {log}:\n{tail}")
         with contextlib.suppress(urllib.error.URLError, OSError, TimeoutError):
             urllib.request.urlopen(f"{waiting[0]}/health", timeout=2).close()
             waiting.pop(0)
             continue
-        time.sleep(0.3)
+        time.sleep(0.1)
 
 
 def pin(root_pid: int) -> None:
@@ -93,9 +129,10 @@ def pin(root_pid: int) -> None:
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:
-    """SIGTERM, a bound, SIGKILL to the whole group."""
+    """SIGTERM, a bound, SIGKILL to the whole group; stopped processes go on, to see it."""
     with contextlib.suppress(ProcessLookupError):
         process.send_signal(signal.SIGTERM)
+        os.killpg(process.pid, signal.SIGCONT)
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(_STOP_BOUND_S)
     with contextlib.suppress(ProcessLookupError):
