@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 
 from rl_driver.policy.balancing import BatchProfile, EngineLoad, rebalance, select_engine
@@ -37,13 +38,23 @@ class LeastLoaded(Router):
 
 
 class Pinned(Router):
-    """A trajectory stays on the worker of its first turn, as long as that is there: ROSE's baseline."""
+    """Trajectories are dealt out to the workers and stay where they are, as long as that is there: ROSE's baseline."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._dealt: Counter[str] = Counter()  # trajectories that each worker was given
 
     def choose(self, turn: Turn) -> Placement | None:
         last = self._last_worker.get(turn.trajectory_id)
         if last is not None and self._may_take(last, turn) and last not in turn.avoid:
             return Placement(turn, last, "affinity") if self._has_room(last, turn) else None
-        return super().choose(turn)
+        with_room = [(self._dealt[w], w) for w in self._workers if self._has_room(w, turn)]
+        return Placement(turn, min(with_room)[1], "least_loaded") if with_room else None
+
+    def _take(self, placed: Placement) -> Placement:
+        if self._last_worker.get(placed.turn.trajectory_id) != placed.worker_id:
+            self._dealt[placed.worker_id] += 1
+        return super()._take(placed)
 
 
 class Balanced(Router):

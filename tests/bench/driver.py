@@ -31,9 +31,9 @@ from tests.scenario.proxy_harness import AUTH, dedicated_engine, running_proxy, 
 from vllm_coserve.demo.load import serve_schedule
 from vllm_coserve.demo.models import ROLLOUT_SPEC, SERVING_SPEC, ensure_model
 from vllm_coserve.demo.run import warm_up
-from vllm_coserve.demo.servers import DEVICE_CORE, HOST_CORE, Pair, cmdline, descendants, pin
+from vllm_coserve.demo.servers import DEVICE_CORE, HOST_CORE, Pair, cmdline, descendants
 
-_TURNS = 5
+_TURNS_MEAN, _TURNS_MAX = 5, 9  # of a trajectory; exponential, so that some take much longer than others
 _UNBOUNDED = 4096  # turns on an engine, for policies that know no bound
 
 
@@ -45,9 +45,11 @@ class Row:
     title: str
     policy: str
     bounded: bool = True
+    borrows: bool = True
 
 
 ROWS = (
+    Row("alone", "the dedicated engine alone", "turnwise", bounded=False, borrows=False),
     Row("pinned", "baseline: trajectories pinned", "pinned", bounded=False),
     Row("turnwise", "+ turn-wise", "turnwise_no_affinity"),
     Row("affinity", "+ affinity", "turnwise"),
@@ -60,11 +62,13 @@ ROWS = (
 class Agents:
     """A fixed number of trajectories, some at a time; each turn's prompt is the whole text so far.
 
-    Another seed makes other prompts, so that nothing of an earlier run is in a prefix cache.
+    The seed decides how many turns of which lengths there are; another run's name makes other tokens of the same
+    lengths, so that nothing of an earlier run is in a prefix cache.
     """
 
-    def __init__(self, url: str, trajectories: int, concurrent: int, seed: str) -> None:
-        self._url, self._trajectories, self._concurrent, self._seed = url, trajectories, concurrent, seed
+    def __init__(self, url: str, trajectories: int, concurrent: int, seed: int, name: str) -> None:
+        self._url, self._trajectories, self._concurrent = url, trajectories, concurrent
+        self._seed, self._name = seed, f"{name}-{seed}"
         self.tokens = self.turns = self.errors = 0
         self.turns_s: list[float] = []
 
@@ -79,13 +83,18 @@ class Agents:
 
     async def _loop(self, session: aiohttp.ClientSession, todo: Iterator[int]) -> None:
         for number in todo:
-            rng = random.Random(f"{self._seed}/{number}")
-            text = [rng.randrange(3, SERVING_SPEC.vocab) for _ in range(rng.randrange(160, 320))]
-            for turn in range(_TURNS):
-                text += await self._turn(session, f"{self._seed}-{number}", text, rng.randrange(16, 64))
-                if turn < _TURNS - 1:
-                    await asyncio.sleep(rng.uniform(0.05, 0.6))  # the environment takes its time
-                    text += [rng.randrange(3, SERVING_SPEC.vocab) for _ in range(rng.randrange(16, 48))]
+            shape, tokens = random.Random(f"{self._seed}/{number}"), random.Random(f"{self._name}/{number}")
+
+            def made_up(low: int, high: int, shape: Any = shape, tokens: Any = tokens) -> list[int]:
+                return [tokens.randrange(3, SERVING_SPEC.vocab) for _ in range(shape.randrange(low, high))]
+
+            text = made_up(160, 320)
+            turns = min(_TURNS_MAX, 1 + int(shape.expovariate(1 / _TURNS_MEAN)))
+            for turn in range(turns):
+                text += await self._turn(session, f"{self._name}-{number}", text, shape.randrange(16, 64))
+                if turn < turns - 1:
+                    await asyncio.sleep(shape.uniform(0.05, 0.6))  # the environment takes its time
+                    text += made_up(16, 48)
 
     async def _turn(self, session: aiohttp.ClientSession, name: str, text: list[int], count: int) -> list[int]:
         body = {"prompt": text, "max_tokens": count, "temperature": 1.0, "ignore_eos": True, "return_token_ids": True}
@@ -110,35 +119,40 @@ class Agents:
 def _engine(log: Path) -> Iterator[str]:
     """A dedicated engine with the rollout model, its worker on the host's core: a second device."""
     model = ensure_model(ROLLOUT_SPEC, Path("out") / "models")
-    flags = ["--kv-cache-memory-bytes", str(96 << 20), "--max-num-batched-tokens=1024"]
+    flags = ["--kv-cache-memory-bytes", str(96 << 20), "--max-num-batched-tokens=1024", "--stream-interval=4"]
     with dedicated_engine(model, log, *flags) as (url, process):
-        for pid in [process.pid, *descendants(process.pid)]:
-            cores = {HOST_CORE} if "Worker" in cmdline(pid) else {DEVICE_CORE, HOST_CORE}
-            for task in os.listdir(f"/proc/{pid}/task"):
-                with contextlib.suppress(OSError):
-                    os.sched_setaffinity(int(task), cores)
+        _place(process.pid, HOST_CORE)
         yield url
+
+
+def _place(root_pid: int, worker_core: int) -> None:
+    """An engine's worker on its core; the other processes where there is room, for both cores stand for devices."""
+    for pid in [root_pid, *descendants(root_pid)]:
+        cores = {worker_core} if "Worker" in cmdline(pid) else {DEVICE_CORE, HOST_CORE}
+        for task in os.listdir(f"/proc/{pid}/task"):
+            with contextlib.suppress(OSError):
+                os.sched_setaffinity(int(task), cores)
 
 
 @contextlib.contextmanager
 def _proxy(row: Row, dedicated: str, borrowed: str, cap: int, log: Path) -> Iterator[str]:
     turns = cap if row.bounded else _UNBOUNDED
-    flags = [f"--dedicated={dedicated}", f"--borrowed={borrowed}", f"--policy={row.policy}", "--lost-after-s=20"]
-    flags += [f"--turns-per-dedicated={turns}", f"--turns-per-borrowed={turns}", "--poll-s=1"]
-    with running_proxy(log, *flags) as (url, _):
-        wait_usable(url, 2)
+    flags = [f"--dedicated={dedicated}", f"--policy={row.policy}", "--lost-after-s=20", "--poll-s=1"]
+    flags += [f"--turns-per-dedicated={turns}", f"--turns-per-borrowed={turns}"]
+    with running_proxy(log, *flags, *([f"--borrowed={borrowed}"] if row.borrows else [])) as (url, _):
+        wait_usable(url, 1 + row.borrows)
         yield url
 
 
-def _hits(url: str) -> tuple[float, float]:
-    """(tokens looked up in the prefix cache, tokens found) of an engine so far."""
+def _counts(url: str) -> dict[str, float]:
+    """Tokens that an engine has looked up in its prefix cache, found there and made so far."""
     with urllib.request.urlopen(f"{url}/metrics", timeout=5) as answer:
         lines = answer.read().decode().splitlines()
-
-    def total(name: str) -> float:
-        return sum(float(line.split()[-1]) for line in lines if line.startswith(f"vllm:{name}_total"))
-
-    return total("prefix_cache_queries"), total("prefix_cache_hits")
+    names = {"looked_up": "prefix_cache_queries", "found": "prefix_cache_hits", "made": "generation_tokens"}
+    return {
+        key: sum(float(line.split()[-1]) for line in lines if line.startswith(f"vllm:{name}_total"))
+        for key, name in names.items()
+    }
 
 
 def policies(o: argparse.Namespace) -> dict[str, Any]:
@@ -147,14 +161,14 @@ def policies(o: argparse.Namespace) -> dict[str, Any]:
     runs: dict[str, list[dict[str, Any]]] = {r.name: [] for r in ROWS}
     flags = ["--coserve-ttft-slo-ms=300", "--coserve-tpot-slo-ms=40", "--coserve-stall-timeout-s=30"]
     with machine.start(flags, "driver_pair.log", o.pool_gib) as pair, _engine(machine.OUT / "dedicated.log") as url:
-        pin(pair.process.pid)
+        _place(pair.process.pid, DEVICE_CORE)
         asyncio.run(warm_up(pair.serving_url, pair.rollout_url))
         asyncio.run(_warm(url))
         for round_ in range(o.rounds):
             for row in ROWS:
                 with _proxy(row, url, pair.rollout_url, o.cap, machine.OUT / f"proxy_{row.name}.log") as proxy:
-                    seed = 1000 * round_ + 17
-                    run = asyncio.run(_one(pair, url, proxy, o, f"{row.name}/{seed}"))
+                    agents = Agents(proxy, o.trajectories, o.concurrent, 1000 * round_ + 17, row.name)
+                    run = asyncio.run(_one(pair, url, agents, o))
                 runs[row.name].append(run)
                 print(row.name, {k: round(v, 3) for k, v in run.items()}, flush=True)
     return {
@@ -172,26 +186,27 @@ async def _warm(url: str) -> None:
                 answer.raise_for_status()
 
 
-async def _one(pair: Pair, dedicated: str, proxy: str, o: argparse.Namespace, seed: str) -> dict[str, Any]:
-    agents = Agents(proxy, o.trajectories, o.concurrent, seed)
+async def _one(pair: Pair, dedicated: str, agents: Agents, o: argparse.Namespace) -> dict[str, Any]:
     schedule = machine.arrivals(o.trace, 600.0, o.rate, 0)
     served: list[Any] = []
     serving = asyncio.create_task(
         serve_schedule(pair.serving_url, "serving", schedule, SERVING_SPEC.vocab, 0, lambda r: served.append(r))
     )
-    before = [_hits(e) for e in (dedicated, pair.rollout_url)]
+    engines = dedicated, pair.rollout_url
+    before = [_counts(e) for e in engines]
     seconds = await agents.run()
-    after = [_hits(e) for e in (dedicated, pair.rollout_url)]
+    after = [_counts(e) for e in engines]
     serving.cancel()
     await asyncio.gather(serving, return_exceptions=True)
-    queries = sum(a[0] - b[0] for a, b in zip(after, before, strict=True))
-    hits = sum(a[1] - b[1] for a, b in zip(after, before, strict=True))
+    own, borrowed = ({k: a[k] - b[k] for k in a} for a, b in zip(after, before, strict=True))
+    looked_up, found = own["looked_up"] + borrowed["looked_up"], own["found"] + borrowed["found"]
     return {
         "seconds": seconds,
-        "hit_rate": hits / queries,
+        "hit_rate": found / looked_up,
         "tokens_per_s": agents.tokens / seconds,
+        "borrowed_share": borrowed["made"] / (own["made"] + borrowed["made"]),
         "turn_s_p50": median(agents.turns_s),
-        "computed_prompt_tokens": queries - hits,
+        "computed_prompt_tokens": looked_up - found,
         "errors": float(agents.errors),
     }
 
@@ -201,14 +216,15 @@ def markdown(result: dict[str, Any]) -> str:
     text = ""
     if rows := result.get("policies"):
         base = rows["pinned"]["seconds"]
-        head = ["", "rollout time s", "against baseline", "prefix hits", "prompt tokens computed", "turn P50 s"]
+        head = ["", "rollout time s", "speed", "prefix hits", "prompt tokens computed", "borrowed", "turn P50 s"]
         lines = [
             [
                 r["title"],
                 f"{r['seconds']:.1f}",
-                f"{r['seconds'] / base:.2f}x",
+                f"{base / r['seconds']:.2f}x",
                 f"{r['hit_rate']:.0%}",
                 f"{r['computed_prompt_tokens']:.0f}",
+                f"{r['borrowed_share']:.0%}",
                 f"{r['turn_s_p50']:.2f}",
             ]
             for r in rows.values()
@@ -219,7 +235,9 @@ def markdown(result: dict[str, Any]) -> str:
         text += "Time to first token at 64 concurrent streams, directly and through the proxy: "
         text += f"P50 {t['direct']['p50_ms']:.2f} and {t['proxy']['p50_ms']:.2f} ms, "
         text += f"P99 {t['direct']['p99_ms']:.2f} and {t['proxy']['p99_ms']:.2f} ms: "
-        text += f"{t['added_p50_ms']:.2f} and {t['added_p99_ms']:.2f} ms more. "
+        text += f"{t['added_p50_ms']:.2f} and {t['added_p99_ms']:.2f} ms more"
+        lock = cost["ttft_lockstep"]
+        text += f" ({lock['added_p50_ms']:.2f} and {lock['added_p99_ms']:.2f} where all begin as its steps end). "
         text += f"{idle['streams']} idle streams: {idle['rss_mib']:.0f} MiB (before: {idle['rss_before_mib']:.0f}). "
         text += f"{rate['tokens_per_s']:.0f} tokens/s through one process, at {rate['core_busy']:.0%} of a core.\n\n"
         text += results.table(
@@ -235,7 +253,7 @@ def main() -> None:
     p.add_argument("--rate", type=float, default=1.5, help="serving requests per second (%(default)s)")
     p.add_argument("--parts", default="policies,cost")
     p.add_argument("--rounds", type=int, default=3)
-    p.add_argument("--trajectories", type=int, default=48)
+    p.add_argument("--trajectories", type=int, default=64)
     p.add_argument("--concurrent", type=int, default=32)
     p.add_argument("--cap", type=int, default=16, help="turns on an engine at a time (%(default)s)")
     p.add_argument("--pool-gib", type=float, default=0.125)

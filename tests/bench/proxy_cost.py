@@ -76,15 +76,15 @@ async def _session() -> Any:
         yield session
 
 
-async def _ttft(worker_url: str, proxy_url: str, rounds: int) -> dict[str, Any]:
+async def _ttft(worker_url: str, proxy_url: str, rounds: int, lockstep: bool = False) -> dict[str, Any]:
     """Blocks of direct and proxied streams alternate; `_STREAMS` at a time on average, begun at random moments.
 
-    Without the pauses all streams would begin in the very moment in which the engine's step ends: its tokens come for
-    all streams at once, and a client that asks again without a pause does so then.
+    `lockstep`: streams begin in the very moment in which the engine's step ends, since its tokens come for all streams
+    at once and a client asks again without a pause. They wait for each other then, whoever answers.
     """
     samples: dict[str, list[float]] = {"direct": [], "proxy": []}
     rng = random.Random(0)
-    loops = round(_STREAMS * (1 + 0.5 / (_TTFT_TOKENS + 0.5)))
+    loops = _STREAMS if lockstep else round(_STREAMS * (1 + 0.5 / (_TTFT_TOKENS + 0.5)))
     async with _session() as session:
 
         async def loop(url: str, until: float, into: list[float]) -> None:
@@ -92,7 +92,7 @@ async def _ttft(worker_url: str, proxy_url: str, rounds: int) -> dict[str, Any]:
                 first, tokens = await _stream(session, url, _TTFT_TOKENS)
                 assert tokens == _TTFT_TOKENS
                 into.append(first)
-                await asyncio.sleep(rng.uniform(0, _STEP_S))
+                await asyncio.sleep(0 if lockstep else rng.uniform(0, _STEP_S))
 
         for round_ in range(-1, rounds):
             for name, url in (("direct", worker_url), ("proxy", proxy_url)):
@@ -174,7 +174,8 @@ def measure(rounds: int, seconds: float) -> dict[str, Any]:
     out: dict[str, Any] = {}
     with _both(1e3 * _STEP_S) as (worker_url, proxy_url, pid):
         out["ttft"] = asyncio.run(_ttft(worker_url, proxy_url, rounds))
-        print("ttft", out["ttft"], flush=True)
+        out["ttft_lockstep"] = asyncio.run(_ttft(worker_url, proxy_url, max(1, rounds // 2), lockstep=True))
+        print("ttft", out["ttft"], out["ttft_lockstep"], flush=True)
         out["idle"] = asyncio.run(_idle(proxy_url, pid))
         print("idle", out["idle"], flush=True)
     with _both(0.0) as (worker_url, proxy_url, pid):

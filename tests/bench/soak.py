@@ -53,11 +53,11 @@ def second_checkpoint() -> Path:
 
 
 def held_by(pids: dict[str, int]) -> dict[str, dict[str, int]]:
-    """Open files and resident KiB of processes."""
+    """Open files and resident KiB of processes; pages of the pool, which come and go, are files and do not count."""
     out = {}
     for name, pid in pids.items():
         status = Path(f"/proc/{pid}/status").read_text()
-        rss = int(status.split("VmRSS:")[1].split()[0])
+        rss = int(status.split("RssAnon:")[1].split()[0])
         out[name] = {"files": len(os.listdir(f"/proc/{pid}/fd")), "rss_kib": rss}
     return out
 

@@ -52,9 +52,11 @@ def workers_of(url: str) -> dict[str, Any]:
     return answer.json()
 
 
-def wait_usable(url: str, count: int, bound_s: float = 60) -> None:
-    """Wait until a proxy has so many usable workers."""
-    wait_for(f"{count} usable workers", lambda: sum(w["usable"] for w in workers_of(url)["workers"]) == count, bound_s)
+def wait_usable(url: str, count: int, bound_s: float = 60) -> float:
+    """Wait until a proxy has so many usable workers; returns the seconds that it took."""
+    return wait_for(
+        f"{count} usable workers", lambda: sum(w["usable"] for w in workers_of(url)["workers"]) == count, bound_s
+    )
 
 
 class Relay:

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from vllm_coserve.api.context import CONTEXT_ENV, Context
@@ -246,15 +247,22 @@ def _may_raise_priority() -> bool:
     return False
 
 
+def _threads(pgid: int) -> Iterator[int]:
+    """All threads of a process group, also those of a process whose main thread has ended."""
+    for pid in _group_members(pgid, dying=True):
+        with contextlib.suppress(OSError):
+            yield from map(int, os.listdir(f"/proc/{pid}/task"))
+
+
 def _renice(pgid: int, nice: int) -> bool:
     """Set the niceness of all threads of a process group; False where the system does not let us."""
-    try:
-        for pid in _group_members(pgid):
-            for thread in os.listdir(f"/proc/{pid}/task"):
-                with contextlib.suppress(ProcessLookupError):
-                    os.setpriority(os.PRIO_PROCESS, int(thread), nice)
-    except OSError:
-        return False
+    for thread in _threads(pgid):
+        try:
+            os.setpriority(os.PRIO_PROCESS, thread, nice)
+        except ProcessLookupError:
+            continue
+        except OSError:
+            return False
     return True
 
 
@@ -264,12 +272,10 @@ def _hasten(pgid: int) -> None:
     The last thread of a process gives its memory back. One that loads weights when nobody else wants the device
     (SCHED_IDLE) would take minutes for that on a busy core, and the pages stay mapped meanwhile.
     """
-    for pid in _group_members(pgid, dying=True):
+    for thread in _threads(pgid):
         with contextlib.suppress(OSError):
-            for thread in os.listdir(f"/proc/{pid}/task"):
-                with contextlib.suppress(OSError):
-                    os.sched_setscheduler(int(thread), os.SCHED_OTHER, os.sched_param(0))
-                    os.setpriority(os.PRIO_PROCESS, int(thread), 0)
+            os.sched_setscheduler(thread, os.SCHED_OTHER, os.sched_param(0))
+            os.setpriority(os.PRIO_PROCESS, thread, 0)
 
 
 def _stat(pid: int) -> list[str]:
