@@ -135,10 +135,10 @@ def _place(root_pid: int, worker_core: int) -> None:
 
 
 @contextlib.contextmanager
-def _proxy(row: Row, dedicated: str, borrowed: str, cap: int, log: Path) -> Iterator[str]:
-    turns = cap if row.bounded else _UNBOUNDED
+def _proxy(row: Row, dedicated: str, borrowed: str, caps: tuple[int, int], log: Path) -> Iterator[str]:
+    own, lent = caps if row.bounded else (_UNBOUNDED, _UNBOUNDED)
     flags = [f"--dedicated={dedicated}", f"--policy={row.policy}", "--lost-after-s=20", "--poll-s=1"]
-    flags += [f"--turns-per-dedicated={turns}", f"--turns-per-borrowed={turns}"]
+    flags += [f"--turns-per-dedicated={own}", f"--turns-per-borrowed={lent}"]
     with running_proxy(log, *flags, *([f"--borrowed={borrowed}"] if row.borrows else [])) as (url, _):
         wait_usable(url, 1 + row.borrows)
         yield url
@@ -166,7 +166,9 @@ def policies(o: argparse.Namespace) -> dict[str, Any]:
         asyncio.run(_warm(url))
         for round_ in range(o.rounds):
             for row in ROWS:
-                with _proxy(row, url, pair.rollout_url, o.cap, machine.OUT / f"proxy_{row.name}.log") as proxy:
+                with _proxy(
+                    row, url, pair.rollout_url, (o.cap, o.borrowed_cap), machine.OUT / f"proxy_{row.name}.log"
+                ) as proxy:
                     agents = Agents(proxy, o.trajectories, o.concurrent, 1000 * round_ + 17, row.name)
                     run = asyncio.run(_one(pair, url, agents, o))
                 runs[row.name].append(run)
@@ -250,12 +252,13 @@ def main() -> None:
     """Run and write driver.json and driver.md."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--trace", type=Path, help="serving's arrivals in the Azure CSV format (default: the generator)")
-    p.add_argument("--rate", type=float, default=1.5, help="serving requests per second (%(default)s)")
+    p.add_argument("--rate", type=float, default=3.0, help="serving requests per second (%(default)s)")
     p.add_argument("--parts", default="policies,cost")
     p.add_argument("--rounds", type=int, default=3)
-    p.add_argument("--trajectories", type=int, default=64)
-    p.add_argument("--concurrent", type=int, default=32)
-    p.add_argument("--cap", type=int, default=16, help="turns on an engine at a time (%(default)s)")
+    p.add_argument("--trajectories", type=int, default=128)
+    p.add_argument("--concurrent", type=int, default=64)
+    p.add_argument("--cap", type=int, default=32, help="turns on the dedicated engine at a time (%(default)s)")
+    p.add_argument("--borrowed-cap", type=int, default=16, help="turns on the borrowed engine (%(default)s)")
     p.add_argument("--pool-gib", type=float, default=0.125)
     p.add_argument("--out", type=Path, help="folder of the results (default: tests/bench/results)")
     o = p.parse_args()
