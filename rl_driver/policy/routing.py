@@ -9,6 +9,7 @@ from __future__ import annotations
 import heapq
 from collections import Counter, OrderedDict
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Literal
 
 Kind = Literal["dedicated", "borrowed"]
@@ -16,6 +17,8 @@ Reason = Literal["affinity", "least_loaded", "overflow", "round_robin"]
 
 DEDICATED_TURNS_MAX = 16  # per GPU; beyond it throughput is flat and KV memory short (ROSE, appendix A)
 _AFFINITIES_KEPT = 1 << 17
+_OVERTAKEN_MAX = 8  # how often a waiting turn lets another go first that has its prefix where there is room
+_LOOKED_AT = 4  # waiting turns of a worker that are looked at before one without its prefix there gets the room
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +109,9 @@ class Router:
         self._eligible: Counter[int] = Counter()  # weight version -> eligible workers
         self._queues: dict[_Needs, OrderedDict[str, tuple[int, Turn]]] = {}  # turn -> (number, turn)
         self._queue_of: dict[str, _Needs] = {}  # queued turn -> its queue
+        self._home: dict[str, str] = {}  # queued turn -> the worker that has its prefix
+        self._waiting_for: dict[str, OrderedDict[str, Turn]] = {}  # worker -> queued turns whose prefix it has
+        self._overtaken: Counter[str] = Counter()  # queued turn -> how often another was placed before it
         self._number = 0
 
     # ---- workers
@@ -166,6 +172,9 @@ class Router:
         needs = turn.min_version, turn.avoid
         self._queues.setdefault(needs, OrderedDict())[turn.turn_id] = (self._number, turn)
         self._queue_of[turn.turn_id] = needs
+        if self._affinity and (last := self._last_worker.get(turn.trajectory_id)) is not None:
+            self._home[turn.turn_id] = last
+            self._waiting_for.setdefault(last, OrderedDict())[turn.turn_id] = turn
         some = any(version >= turn.min_version for version in self._eligible)
         return Queued(turn, "full" if some else "no_worker", len(self._queue_of) - 1)
 
@@ -180,7 +189,9 @@ class Router:
     def place_queued(self, limit: int = 64) -> list[Placement]:
         """Place waiting turns, first come first served; call it when a turn has ended or a worker has changed.
 
-        A turn that only newer weights may serve does not hold up those behind it.
+        A turn that only newer weights may serve does not hold up those behind it. And the room of a worker goes to a
+        turn whose prefix it has, if one waits, before the first one that would have to compute its own anew; a turn is
+        overtaken so a few times at most.
         """
         out: list[Placement] = []
         waiting = set(self._queues)
@@ -191,11 +202,22 @@ class Router:
             if placed is None:
                 waiting.discard(needs)
                 continue
-            self._unqueue(turn.turn_id)
+            if placed.reason != "affinity" and (at_home := self._waiting_at_home(placed)) is not None:
+                self._overtaken[turn.turn_id] += 1
+                placed = at_home
+            self._unqueue(placed.turn.turn_id)
             out.append(self._take(placed))
-            if needs not in self._queues:
-                waiting.discard(needs)
+            waiting &= self._queues.keys()
         return out
+
+    def _waiting_at_home(self, placed: Placement) -> Placement | None:
+        """A waiting turn that has its prefix where another one is about to be placed, and may go first."""
+        if self._overtaken[placed.turn.turn_id] >= _OVERTAKEN_MAX:
+            return None
+        for turn in islice(self._waiting_for.get(placed.worker_id, {}).values(), _LOOKED_AT):
+            if self._has_room(placed.worker_id, turn):
+                return Placement(turn, placed.worker_id, "affinity")
+        return None
 
     def begun(self, turn_id: str) -> None:
         """A placed turn has got its first tokens; policies that tell pending from executing ones want to know."""
@@ -260,10 +282,16 @@ class Router:
 
     def _unqueue(self, turn_id: str) -> None:
         needs = self._queue_of.pop(turn_id, None)
-        if needs is not None:
-            del self._queues[needs][turn_id]
-            if not self._queues[needs]:
-                del self._queues[needs]
+        if needs is None:
+            return
+        del self._queues[needs][turn_id]
+        if not self._queues[needs]:
+            del self._queues[needs]
+        self._overtaken.pop(turn_id, None)
+        if (home := self._home.pop(turn_id, None)) is not None:
+            del self._waiting_for[home][turn_id]
+            if not self._waiting_for[home]:
+                del self._waiting_for[home]
 
     def _count(self, worker: Worker, by: int) -> None:
         if worker.eligible:

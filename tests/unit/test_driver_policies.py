@@ -1,7 +1,7 @@
 """Selection of borrowed engines, weight versions, and the other ways to place turns."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl_driver.policy.baselines import POLICIES, Balanced, LeastLoaded, Pinned, RoundRobin
@@ -83,6 +83,7 @@ def test_a_turn_goes_back_to_who_failed_it_only_when_there_is_nobody_else(name):
     assert router.submit(Turn("three", "z", 0, frozenset({"a"}))).worker_id == "a"
 
 
+@settings(deadline=None)
 @given(st.data(), st.sampled_from(sorted(POLICIES)))
 def test_no_policy_exceeds_a_bound_or_loses_a_turn(data, name):
     router = POLICIES[name]()

@@ -1,5 +1,7 @@
 """Placement of turns over dedicated and borrowed workers, against a naive model of the rules."""
 
+from collections import Counter
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -84,6 +86,33 @@ def test_nobody_overtakes_a_turn_that_waits():
     assert [p.turn.turn_id for p in router.place_queued()] == ["turn-1"]
 
 
+def test_room_goes_to_who_has_its_prefix_there_but_the_first_in_the_queue_waits_no_longer_than_that():
+    router = Router()
+    router.put_worker(Worker("a", "dedicated", 1))
+    router.put_worker(Worker("b", "dedicated", 1))
+    assert router.submit(Turn("x0", "x")).worker_id == "a"
+    assert router.submit(Turn("y0", "y")).worker_id == "b"
+    router.finish("x0")
+    router.finish("y0")
+    assert router.submit(Turn("x1", "x")).worker_id == "a"
+    assert router.submit(Turn("y1", "y")).worker_id == "b"
+    for turn in (Turn("new", "new"), Turn("y2", "y"), Turn("x2", "x")):
+        assert isinstance(router.submit(turn), Queued)
+    router.finish("x1")  # room on a: x's prefix is there
+    assert [(p.turn.turn_id, p.worker_id) for p in router.place_queued()] == [("x2", "a")]
+    for n in range(2, 40):  # x comes back again and again
+        if isinstance(router.submit(Turn(f"x{n + 1}", "x")), Queued):
+            router.finish(f"x{n}")
+        first, *_ = router.place_queued()
+        assert first.worker_id == "a"
+        if first.turn.turn_id == "new":
+            break
+    assert n < 12
+    router.finish("y1")
+    assert [(p.turn.turn_id, p.worker_id) for p in router.place_queued()] == [("y2", "b")]
+    assert router.queued == 1
+
+
 def test_a_worker_that_goes_hands_its_turns_back():
     router = _router(Worker("a", "dedicated"), Worker("b", "borrowed"))
     turns = [_turn(i, f"t{i}") for i in range(3)]
@@ -113,7 +142,7 @@ class RouterMachine(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
         self.router, self.workers, self.placed, self.waiting = Router(), {}, {}, []
-        self.last, self.number = {}, 0
+        self.last, self.number, self.overtaken = {}, 0, Counter()
 
     def room(self, turn):
         loads = {w: sum(p == w for p, _ in self.placed.values()) for w in self.workers}
@@ -184,10 +213,15 @@ class RouterMachine(RuleBasedStateMachine):
     def place_queued(self):
         before = list(self.waiting)
         for placement in self.router.place_queued():
+            at_home = self.last.get(placement.turn.trajectory_id) == placement.worker_id
             self.note(placement)
             self.waiting.remove(placement.turn)
             earlier = before[: before.index(placement.turn)]
-            assert not any(t in self.waiting and t.min_version == placement.turn.min_version for t in earlier)
+            held_up = [t for t in earlier if t in self.waiting and t.min_version == placement.turn.min_version]
+            if held_up:  # only by who has its prefix there, and the first in the queue not for ever
+                assert at_home and placement.reason == "affinity"
+                self.overtaken[held_up[0].turn_id] += 1
+                assert self.overtaken[held_up[0].turn_id] <= 8
         assert all(self.best(t) is None for t in self.waiting)
 
     @invariant()
