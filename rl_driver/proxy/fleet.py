@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import time
 from collections.abc import Callable
@@ -13,11 +14,13 @@ from typing import Any
 import aiohttp
 import msgspec
 
+from rl_driver.api.openai import Publication
 from rl_driver.api.proxy_config import ProxyConfig
 from rl_driver.policy.health import Breaker, BreakerConfig
 from rl_driver.policy.routing import Kind, Worker
 from rl_driver.policy.selection import Candidate, select_borrowed
 from rl_driver.policy.versions import version_number
+from rl_driver.proxy.publication import update
 
 logger = logging.getLogger("coserve.proxy")
 
@@ -26,6 +29,8 @@ _REFUSED_S = 10.0  # before an engine that another job holds is asked again
 _USAGE_WEIGHT = 0.2
 _RELEASE_BOUND_S = 3.0
 _CARD_BOUND_S = 20.0
+_UPDATE_RETRY_S = 10.0  # a dedicated engine ends what is under way at each try
+_UPDATE_POLL_S = 0.02
 
 
 class _Pages(msgspec.Struct):
@@ -80,6 +85,10 @@ class Member:
     wrong: str = ""  # why it cannot be used, for people
     refused: str = ""  # borrowed: why it cannot be held
     renewed_s: float = -1e18
+    updating: bool = False  # it gets other weights, and no turns meanwhile
+    update_failed: str = ""  # why it did not take weights, for people
+    update_failed_s: float = -1e18
+    update_refused: str = ""  # the weights that it did not take
     listed: Worker | None = None  # as the scheduler knows it
 
 
@@ -103,6 +112,7 @@ class Fleet:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._upkeep: asyncio.Task[None] | None = None
         self._newest = 0
+        self.published: Publication | None = None
 
     # ---- life
 
@@ -188,6 +198,56 @@ class Fleet:
         calls = (self._call("POST", m, "/coserve/v1/step") for m in held)
         await asyncio.gather(*calls, return_exceptions=True)
 
+    # ---- weights
+
+    async def publish(self, published: Publication, bound_s: float) -> None:
+        """Have all workers use these weights, those that are away once they come back.
+
+        Returns when all that are up have them or could not get them, at the latest after `bound_s`.
+
+        Raises:
+            ValueError: newer ones are published already.
+        """
+        if self.published is not None and published.version < self.published.version:
+            raise ValueError(f"version {self.published.version} is published already, which is newer")
+        self.published = published
+        self._newest = max(self._newest, version_number(published.name))
+        jobs = [asyncio.create_task(self._update(m)) for m in self.members.values()]
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(bound_s):
+                await asyncio.gather(*jobs)
+                while any(m.updating for m in self.members.values()):  # with what was published before, at first
+                    await asyncio.sleep(_UPDATE_POLL_S)
+
+    def _due(self, member: Member) -> Publication | None:
+        """The weights that a worker should be given now."""
+        published = self.published
+        may = member.alive and (member.kind == "dedicated" or (member.held and member.active))
+        if published is None or not may or member.updating or member.version == published.name:
+            return None
+        waits = member.update_failed and member.update_failed_s + _UPDATE_RETRY_S > self._clock()
+        return None if waits and member.update_refused == published.name else published
+
+    async def _update(self, member: Member) -> None:
+        """Bring a worker to the published weights, unless it has them or cannot take any now."""
+        while (published := self._due(member)) is not None:
+            member.updating = True
+            self._list(member)
+            try:
+                await update(member.kind, functools.partial(self._call_of, member), published)
+                member.version, member.update_failed = published.name, ""
+            except (_Unusable, _HeldByAnotherError, aiohttp.ClientError, OSError, TimeoutError) as exc:
+                why = f"it did not take weights {published.name}: {exc or type(exc).__name__}"
+                logger.warning("worker %s: %s", member.url, why)
+                member.update_failed, member.update_failed_s = why, self._clock()
+                member.update_refused = published.name
+            finally:
+                member.updating = False
+                self._list(member)
+
+    async def _call_of(self, member: Member, method: str, path: str, *args: Any, **query: str) -> bytes:
+        return await self._call(method, member, path, *args, **query)
+
     # ---- watching
 
     async def _watch(self, member: Member) -> None:
@@ -207,6 +267,7 @@ class Fleet:
                 gone = isinstance(exc, aiohttp.ClientConnectorError)
                 self._note_missing(member, f"{type(exc).__name__}: {exc}" if str(exc) else type(exc).__name__, gone)
             self._list(member)
+            await self._update(member)
             await asyncio.sleep(max(0.0, began_s + self._config.poll_s - self._clock()))
 
     async def _look(self, member: Member) -> None:
@@ -234,7 +295,16 @@ class Fleet:
         member.models = tuple(m.id for m in models)
         member.root, member.max_model_len = models[0].root or models[0].id, models[0].max_model_len or 0
         member.sampling = rendered[0]["sampling_params"]
-        member.version = member.version or "default"
+        if member.kind == "dedicated":
+            member.version = await self._weights_of(member)
+
+    async def _weights_of(self, member: Member) -> str:
+        """The version that a dedicated engine says it has, where it says that."""
+        try:
+            answer = await self._call("GET", member, "/weight_info")
+        except aiohttp.ClientPayloadError:
+            return "default"
+        return msgspec.json.decode(answer, type=dict[str, str]).get("weight_version", "default")
 
     async def _call(
         self, method: str, member: Member, path: str, body: Any = None, bound_s: float | None = None, **query: str
@@ -249,12 +319,17 @@ class Fleet:
                 raise _Unusable("start it with `vllm serve --enable-scale-out`: it does not take tokens in and out")
             if answer.status in (401, 403):
                 raise _Unusable("it refuses the key: give its own with --worker-api-key")
+            if answer.status == 404 and path in ("/pause", "/start_weight_update"):
+                raise _Unusable(
+                    'start it with VLLM_SERVER_DEV_MODE=1 and --weight-transfer-config \'{"backend": "coserve"}\''
+                )
             if answer.status == 404 and path.startswith("/coserve/"):
                 raise _Unusable("it is no borrowed rollout engine: name it with --dedicated")
-            if answer.status == 409:
+            if answer.status == 409 and path.endswith("/register"):
                 raise _HeldByAnotherError
             if answer.status >= 400:
-                raise aiohttp.ClientPayloadError(f"HTTP {answer.status} for {path}")
+                said = data[:300].decode("utf-8", "replace")
+                raise aiohttp.ClientPayloadError(f"HTTP {answer.status} for {path}: {said}")
             return data
 
     def _note_wrong(self, member: Member, why: str) -> None:
@@ -324,7 +399,7 @@ class Fleet:
         if self.members.get(member.url) is not member or not member.models:
             return
         config, number = self._config, version_number(member.version)
-        eligible = member.alive and member.breaker.allows(self._clock())
+        eligible = member.alive and not member.updating and member.breaker.allows(self._clock())
         if member.kind == "borrowed":
             eligible = eligible and member.held and member.active
         self._newest = max(self._newest, number)

@@ -15,6 +15,7 @@ _TYPES: tuple[type, ...] = (
     openai.CompletionRequest,
     openai.ChatRequest,
     openai.WorkerRequest,
+    openai.Publication,
     openai.TrajectoryBegin,
     openai.TrajectoryEnd,
     Trajectory,
@@ -109,6 +110,9 @@ def _document() -> dict[str, Any]:
             "post": _operation(
                 "End a trajectory", _answers("Trajectory", "400 401 404 408 409 413"), "TrajectoryEnd", [name]
             )
+        },
+        "/coserve/v1/weights": {
+            "post": _operation("Publish weights", _answers(states, "400 401 408 409 413"), "Publication")
         },
         "/coserve/v1/step": {"post": _operation("Announce an RL step", _answers(states, "401"))},
     }

@@ -19,6 +19,7 @@ from rl_driver.api.openai import (
     ModelCard,
     Models,
     ProxyState,
+    Publication,
     TrajectoryBegin,
     TrajectoryEnd,
     WorkerRequest,
@@ -106,6 +107,7 @@ class Proxy:
         app.router.add_post("/coserve/v1/workers", self.add_worker)
         app.router.add_delete("/coserve/v1/workers", self.remove_worker)
         app.router.add_post("/coserve/v1/step", self.step)
+        app.router.add_post("/coserve/v1/weights", self.weights)
         app.router.add_put("/coserve/v1/trajectories/{id}", self.begin_trajectory)
         app.router.add_get("/coserve/v1/trajectories/{id}", self.get_trajectory)
         app.router.add_post("/coserve/v1/trajectories/{id}/end", self.end_trajectory)
@@ -291,7 +293,7 @@ class Proxy:
                 m.version,
                 m.held,
                 m.usage,
-                m.wrong or m.refused,
+                m.wrong or m.refused or m.update_failed,
             )
             for m in self.fleet.members.values()
         ]
@@ -323,6 +325,15 @@ class Proxy:
         """`POST /coserve/v1/step`: an RL step begins; borrowed engines compute their budgets anew."""
         await self.fleet.announce_step()
         self.scheduler.begin_step()
+        return json_response(self._state())
+
+    async def weights(self, request: web.Request) -> web.Response:
+        """`POST /coserve/v1/weights`: returns when all workers that are up use them, or have said why not."""
+        body = convert(await self._body(request), Publication)
+        try:
+            await self.fleet.publish(body, self.config.weights_timeout_s)
+        except ValueError as exc:
+            raise RefusedError(409, str(exc)) from None
         return json_response(self._state())
 
     # ---- trajectories as records

@@ -249,7 +249,7 @@ def markdown(result: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """Run and write driver.json and driver.md."""
+    """Run and write driver_policies and driver_cost, as JSON and Markdown."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--trace", type=Path, help="serving's arrivals in the Azure CSV format (default: the generator)")
     p.add_argument("--rate", type=float, default=3.0, help="serving requests per second (%(default)s)")
@@ -264,8 +264,9 @@ def main() -> None:
     o = p.parse_args()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     parts = {"policies": lambda: policies(o), "cost": lambda: proxy_cost.measure(6, 8.0)}
-    result = {name: parts[name]() for name in o.parts.split(",")}
-    results.write("driver", result, markdown(result), o.out)
+    for name in o.parts.split(","):
+        result = {name: parts[name]()}
+        results.write(f"driver_{name}", result, markdown(result), o.out)
 
 
 if __name__ == "__main__":

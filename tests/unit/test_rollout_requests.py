@@ -11,10 +11,10 @@ import pytest
 from vllm_coserve.control.block import ControlBlock
 from vllm_coserve.control.words import Word
 from vllm_coserve.engine import endings as endings_module
+from vllm_coserve.engine.checkpoint import difference, read_shapes
 from vllm_coserve.engine.endings import Endings
 from vllm_coserve.engine.request_size import pages_needed, refuse_larger_than_budget
 from vllm_coserve.engine.rollout_weights import salted
-from vllm_coserve.engine.worker_weights import difference, read_shapes
 from vllm_coserve.memory.geometry import Geometry
 
 

@@ -33,6 +33,10 @@ def watched():
     return Supervisor(context, block, []), block
 
 
+def test_a_restart_is_polite_but_not_for_ever():
+    assert [supervisor.restart_niceness(s) for s in (0, 29, 31, 59, 61, 1000)] == [10, 10, 5, 5, 0, 0]
+
+
 def test_a_part_without_signs_of_life_is_named(watched, monkeypatch):
     supervise, block = watched
     now_ns = 1_000_000_000_000

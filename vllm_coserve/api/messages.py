@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 State = Literal["starting", "active", "deactivating", "deactivated"]
 
@@ -114,13 +114,32 @@ class RegisterRequest(BaseModel):
     ttl_s: float = Field(30.0, gt=0, le=3600, allow_inf_nan=False, description="seconds without a heartbeat it lives")
 
 
-class WeightsRequest(BaseModel):
-    """Body of POST /coserve/v1/weights."""
+class RelaySource(BaseModel):
+    """Weights that a relay holds."""
 
     model_config = ConfigDict(extra="forbid")
 
-    path: str = Field(min_length=1, max_length=4096, description="folder of safetensors files of the same model")
+    url: str = Field(max_length=300, pattern=r"^http://[A-Za-z0-9.:\[\]-]+$", description="address of the relay")
+    version: int = Field(ge=0, lt=10**15, description="number of the version there")
+    key: str = Field("", max_length=200, description="the relay's key, where it has one")
+
+
+class WeightsRequest(BaseModel):
+    """Body of POST /coserve/v1/weights: where the new weights are (`path` or `relay`), and their name."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    path: str | None = Field(
+        None, min_length=1, max_length=4096, description="folder of safetensors files of the same model"
+    )
+    relay: RelaySource | None = None
     version: str = Field(min_length=1, max_length=96, pattern=r"^[\x21-\x7e]+$", description="name of the new weights")
+
+    @model_validator(mode="after")
+    def _one_source(self) -> WeightsRequest:
+        if (self.path is None) == (self.relay is None):
+            raise ValueError("give either path or relay")
+        return self
 
 
 class EventRecord(BaseModel):

@@ -15,7 +15,8 @@ from vllm_coserve.engine.core_runtime import KIND_WORKER, SIDE_ROLLOUT, SIDE_SER
 from vllm_coserve.engine.seams import add_method, patch
 from vllm_coserve.engine.worker_hooks import TorchWithKvTensor, WorkerRuntime
 
-LOAD_WEIGHTS = "coserve_load_weights"  # utility method of the rollout's engine core
+LOAD_WEIGHTS = "coserve_load_weights"  # utility methods of the rollout's engine core
+PULL_WEIGHTS = "coserve_pull_weights"
 _WEIGHTS_POLL_S = 0.002
 KV_CACHE_LAYOUT = "BLHNC"  # block-outermost: a page holds whole blocks of every layer
 
@@ -310,6 +311,10 @@ def _install_rollout_loop(process: _Process) -> None:
         """Called by name from the sidecar's API server."""
         return process.core.load_weights(path, version)
 
+    def pull_weights(core: Any, url: str, key: str, number: int, version: str) -> Any:
+        """Called by name from the sidecar's API server."""
+        return process.core.pull_weights(url, key, number, version)
+
     def step(original: Any) -> Any:
         def _process_engine_step(self: Any) -> bool:
             runtime = process.core
@@ -337,3 +342,4 @@ def _install_rollout_loop(process: _Process) -> None:
     patch("core_arrival", salted_arrival)
     patch("computed_blocks", never_stale)
     add_method("core_class", LOAD_WEIGHTS, load_weights)
+    add_method("core_class", PULL_WEIGHTS, pull_weights)

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 
 
 def register() -> None:
     """Add the --coserve-* flags; inside a co-serving pair also install the side's hooks.
 
-    Without `--coserve-rollout` nothing of vLLM's behaviour changes.
+    Without `--coserve-rollout` nothing of vLLM's behaviour changes; there is one more weight-transfer engine to choose.
     """
     from vllm_coserve.api.context import current_context
     from vllm_coserve.engine import cli
 
     cli.install_flags()
+    _offer_weight_transfer()
     context = current_context()
     if context is None or os.getpid() == context.owner_pid:
         return  # the owner installs them itself, after it has made the pair
@@ -22,3 +24,12 @@ def register() -> None:
 
     die_with_parent(context.owner_pid)
     install(context)
+
+
+def _offer_weight_transfer() -> None:
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+    with contextlib.suppress(ValueError):  # vLLM calls `register` again in the same process
+        WeightTransferEngineFactory.register_engine(
+            "coserve", "vllm_coserve.engine.weight_transfer", "RelayTransferEngine"
+        )

@@ -50,7 +50,7 @@ class RolloutRuntime(CoreRuntime):
         self._granted_seq = -1
         self._held: set[int] = set()  # pages that are ours and known, mapped or spare
         self._full_chunk = 0  # vLLM's own max_num_scheduled_tokens
-        self.weights = WeightsKeeper(block, self._forget_cached)
+        self.weights = WeightsKeeper(block, self._forget_kv)
         self._endings = Endings(block, self.config.stall_timeout_s)
         self._changing_since_s: float | None = None  # when the (de)activation under way began
         self._next_upkeep_s = 0.0
@@ -353,10 +353,15 @@ class RolloutRuntime(CoreRuntime):
         self.wake_main()
         return future
 
-    def _forget_cached(self) -> None:
-        """Prefix cache of weights that are no longer in use: no request will find it."""
-        assert self.pool is not None
-        self.pool.forget_cached()
+    def pull_weights(self, url: str, key: str, number: int, version: str) -> Any:
+        """The same with weights that a relay holds; the engine computes on while they come."""
+        future = self.weights.pull(url, key, number, version)
+        self.wake_main()
+        return future
+
+    def _forget_kv(self) -> None:
+        """KV of weights that are no longer in use: running requests compute theirs anew, and no other finds any."""
+        self.scheduler.reset_prefix_cache(reset_running_requests=True)
 
     def _upkeep(self, now_s: float) -> None:
         """Leases, stalls, and requests that outgrew the budget."""

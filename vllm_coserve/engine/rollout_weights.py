@@ -16,6 +16,7 @@ from vllm_coserve.control.words import Note, Word
 from vllm_coserve.engine.core_runtime import logger
 
 JOB_BOUND_S = 300.0
+PULL_BOUND_S = 600.0
 _SALT = "coserve-weights"
 
 
@@ -30,6 +31,14 @@ class _Job:
     rpc: Any = None
 
 
+@dataclass(slots=True)
+class _Pull:
+    number: int
+    version: str
+    answer: Future[str] = field(default_factory=Future)
+    since_s: float = field(default_factory=time.monotonic)
+
+
 class WeightsKeeper:
     """Frees, restores and replaces weights. All methods run on the engine core's main thread.
 
@@ -41,6 +50,7 @@ class WeightsKeeper:
         self._block, self._on_new_version = block, on_new_version
         self._core: Any = None
         self._queue: deque[_Job] = deque()
+        self._pull: _Pull | None = None
         self._number = block.get(Word.WEIGHTS_JOB_DONE)
         block.set(Word.WEIGHTS_JOB, self._number)  # a predecessor may have died in one
         self.loaded = True
@@ -69,11 +79,39 @@ class WeightsKeeper:
     def load(self, path: str, version: str) -> Future[str]:
         """Begin to replace the weights; the future gives "" or why the old ones are still in use."""
         job = _Job("load", path, version)
+        self._replace(job)
+        return job.answer
+
+    def pull(self, url: str, key: str, number: int, version: str) -> Future[str]:
+        """Begin to replace the weights by version `number` of a relay; see `load` for the future.
+
+        Steps go on while it is pulled. A pull that is under way is given up for a newer one.
+        """
+        from vllm_coserve.engine.worker_weights import begin_pull
+
+        if self._pull is not None:
+            self._pull.answer.set_result("a newer update came in between")
+        self._pull = _Pull(self._block.get(Word.WEIGHTS_PULLED) + 1, version)
+        args = (self._pull.number, url, key, number)
+        self._core.model_executor.collective_rpc(begin_pull, args=args, non_block=True)
+        return self._pull.answer
+
+    def _poll_pull(self) -> None:
+        pull = self._pull
+        if pull is None:
+            return
+        if self._block.get(Word.WEIGHTS_PULLED) >= pull.number:
+            self._pull = None
+            self._replace(_Job("apply", str(pull.number), pull.version, pull.answer))
+        elif time.monotonic() - pull.since_s > PULL_BOUND_S:
+            self._pull = None
+            pull.answer.set_result(f"the weights did not come from the relay within {PULL_BOUND_S:.0f} s")
+
+    def _replace(self, job: _Job) -> None:
         if not self.loaded or any(j.kind == "free" for j in self._queue):
             job.answer.set_result("the rollout engine is deactivated: activate it first")
         else:
             self._add(job)
-        return job.answer
 
     def _add(self, job: _Job) -> None:
         self._queue.append(job)
@@ -81,6 +119,7 @@ class WeightsKeeper:
 
     def poll(self) -> None:
         """Start the next job, or end the one that the worker has finished. Call it between steps."""
+        self._poll_pull()
         if not self._queue:
             return
         job = self._queue[0]

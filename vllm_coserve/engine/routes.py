@@ -19,7 +19,7 @@ from vllm_coserve.control.block import ControlBlock
 from vllm_coserve.control.registration import HeldByAnotherError, Registration
 from vllm_coserve.control.words import Bell, Word
 from vllm_coserve.engine.event_stream import EVENT_ID, parse_cursor, stream
-from vllm_coserve.engine.install import LOAD_WEIGHTS
+from vllm_coserve.engine.install import LOAD_WEIGHTS, PULL_WEIGHTS
 from vllm_coserve.engine.status import read_status, read_turns
 
 if TYPE_CHECKING:
@@ -157,7 +157,10 @@ def make_router(context: Context, block: ControlBlock, token_digests: list[bytes
 
     @router.post("/weights", responses=changes | _BAD_WEIGHTS)
     async def weights(body: WeightsRequest, request: Request) -> Status:
-        """Replace the weights by those of a checkpoint folder, between two steps; requests go on with the new ones."""
+        """Replace the weights by those of a checkpoint folder or a relay; running requests go on with the new ones.
+
+        What a relay holds is pulled while the engine computes on, and used between two steps.
+        """
         await _load_weights(request.app.state.coserve_engine_client, body)
         return read_status(context, block)
 
@@ -180,7 +183,11 @@ def _conflicts() -> Iterator[None]:
 
 
 async def _load_weights(engine_client: Any, body: WeightsRequest) -> None:
-    call = engine_client.engine_core.call_utility_async(LOAD_WEIGHTS, body.path, body.version)
+    core = engine_client.engine_core
+    if (relay := body.relay) is not None:
+        call = core.call_utility_async(PULL_WEIGHTS, relay.url, relay.key, relay.version, body.version)
+    else:
+        call = core.call_utility_async(LOAD_WEIGHTS, body.path, body.version)
     try:
         wrong = await asyncio.wait_for(call, _WEIGHTS_BOUND_S)
     except TimeoutError:

@@ -36,7 +36,7 @@ _CLEAR_TIMEOUT_S = 10.0
 _HUNG_AFTER_S = 10.0  # a process of the sidecar that shows no life for so long has the sidecar killed
 _HUNG_STEP_AFTER_S = 30.0  # the same while it computes: a step may take its time
 _START_BOUND_S = 1800.0  # loading a large model from a slow disk takes long, but not for ever
-_BACKGROUND_NICE = 10
+_POLITENESS = ((30.0, 10), (60.0, 5))  # of a restart: until so long after its begin, this niceness
 _CAP_SYS_NICE = 23
 
 
@@ -87,8 +87,7 @@ class Supervisor:
         generation = block.add(Word.GENERATION)
         self._forget_signs_of_life()
         self._process, spawned_s = self._spawn(), time.monotonic()
-        # While users are served, a rollout engine that starts again loads its model in what nobody else wants.
-        nice = generation > 1 and _may_raise_priority() and _renice(self._process.pid, _BACKGROUND_NICE)
+        nice, polite = 0, generation > 1 and _may_raise_priority()
         logger.info("coserve: rollout engine %d starts, process %d", generation, self._process.pid)
         ready_s = None
         while self._process.poll() is None and not self._stopping.is_set():
@@ -104,9 +103,10 @@ class Supervisor:
             if ready and (who := self._hung()):
                 logger.warning("coserve: the rollout engine's %s shows no life, killing it", who)
                 break
-            if ready and nice:
-                _renice(self._process.pid, 0)
-                nice = False
+            wanted = restart_niceness(time.monotonic() - spawned_s) if polite and not ready else 0
+            if wanted != nice:
+                _renice(self._process.pid, wanted)
+                nice = wanted
             block.wait(Bell.SUPERVISOR, seen, _POLL_S)
         up_s = None if ready_s is None else time.monotonic() - ready_s
         if self._stopping.is_set():
@@ -235,6 +235,14 @@ def _group_members(pgid: int, dying: bool = False) -> list[int]:
             if fields and int(fields[2]) == pgid and fields[0] not in ("X" if dying else "ZX"):
                 members.append(int(entry.name))
     return members
+
+
+def restart_niceness(age_s: float) -> int:
+    """How polite a rollout engine is that starts again while users are served, `age_s` after its begin.
+
+    It loads its model in what others leave over, but not for ever: where all cores are busy that would be nothing.
+    """
+    return next((nice for until_s, nice in _POLITENESS if age_s < until_s), 0)
 
 
 def _may_raise_priority() -> bool:

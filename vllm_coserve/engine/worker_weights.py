@@ -1,4 +1,4 @@
-"""The rollout worker's weights: freed while deactivated, loaded again, or replaced by another checkpoint's.
+"""The rollout worker's weights: freed while deactivated, loaded again, or replaced by others from a disk or a relay.
 
 Functions of this module run in the rollout worker, between two steps (`collective_rpc`).
 """
@@ -8,9 +8,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
-import json
 import os
-import struct
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,10 +16,15 @@ from typing import Any
 
 from vllm_coserve.control.block import ControlBlock
 from vllm_coserve.control.words import Bell, Word
+from vllm_coserve.engine.checkpoint import difference, known_shapes
+from vllm_coserve.engine.relayed_weights import RelayedWeights
+from vllm_coserve.weights.store import RelayError
 
 _FREED_FROM_BYTES = 64 << 10  # smaller parameters stay: some of them (scales) are in no checkpoint
 _SCHED_IDLE = getattr(os, "SCHED_IDLE", 5)
-_SHAPES: dict[str, list[int]] = {}  # tensors of the first checkpoint; later ones must have the same
+_RELAYED: list[RelayedWeights] = []  # the weights in use, where they came from a relay
+_Pulled = tuple["RelayedWeights | None", "dict[str, Any] | str"]
+_PULLED: dict[int, _Pulled] = {}  # by number of the pull: what came, or why nothing did
 _SIZES = "coserve_weight_bytes"  # attribute of the model while its weights are freed
 
 
@@ -33,8 +36,8 @@ def run_job(worker: Any, number: int, kind: str, path: str) -> str:
     Args:
         worker: vLLM's worker.
         number: published as `Word.WEIGHTS_JOB_DONE` when the job has ended.
-        kind: "free", "restore" or "load".
-        path: folder of a Hugging Face checkpoint, for "load".
+        kind: "free", "restore", "load" or "apply".
+        path: folder of a Hugging Face checkpoint, for "load"; number of the pull, for "apply".
     """
     from vllm_coserve.engine.install import installed_block
 
@@ -43,11 +46,37 @@ def run_job(worker: Any, number: int, kind: str, path: str) -> str:
         "free": lambda: _free(worker),
         "restore": lambda: _restore(worker),
         "load": lambda: _load(worker, path),
+        "apply": lambda: _apply(worker, int(path)),
     }
     try:
         return _run_when_idle(jobs[kind])
     finally:
         _publish(block, number)
+
+
+def begin_pull(worker: Any, number: int, url: str, key: str, version: int) -> None:
+    """Begin to read weights from a relay, on a thread that gets the CPU while nobody else wants it.
+
+    `Word.WEIGHTS_PULLED` is set to `number` when it has ended, well or not; the job "apply" tells which.
+    """
+    from vllm_coserve.engine.install import installed_block
+
+    block, known = installed_block(), known_shapes(worker.vllm_config.model_config.model)
+
+    def run() -> None:
+        with contextlib.suppress(OSError):
+            os.sched_setscheduler(0, _SCHED_IDLE, os.sched_param(0))
+        source = RelayedWeights(url, key, version)
+        try:
+            pulled: _Pulled = source, source.read(known)
+        except (RelayError, ValueError) as exc:
+            pulled = source, f"version {version} of {url} could not be read: {exc}"
+        _PULLED.clear()  # an earlier one was given up
+        _PULLED[number] = pulled
+        block.set(Word.WEIGHTS_PULLED, number)
+        block.ring(Bell.ROLLOUT_CORE)
+
+    threading.Thread(target=run, name="coserve-pull", daemon=True).start()
 
 
 def _publish(block: ControlBlock, number: int) -> None:
@@ -115,71 +144,37 @@ def _restore(worker: Any) -> str:
             if name in sizes:
                 parameter.untyped_storage().resize_(sizes[name])
         delattr(model, _SIZES)
-        worker.reload_weights()
+        if _RELAYED:
+            known = known_shapes(worker.vllm_config.model_config.model)
+            worker.reload_weights(weights_iterator=_RELAYED[0].read(known).items())
+        else:
+            worker.reload_weights()
+    return ""
+
+
+def _apply(worker: Any, number: int) -> str:
+    """Use what was pulled. The old weights are nowhere else: an error in the middle ends the engine."""
+    source, tensors = _PULLED.pop(number, (None, "another update came in between"))
+    if isinstance(tensors, str) or source is None:
+        return str(tensors)
+    worker.reload_weights(weights_iterator=tensors.items())
+    _RELAYED[:] = [source]
     return ""
 
 
 def _load(worker: Any, path: str) -> str:
     before = worker.vllm_config.model_config.model
-    if wrong := difference(_known_shapes(before), Path(path)):
+    if wrong := difference(known_shapes(before), Path(path)):
         return wrong
     try:
         worker.reload_weights(weights_path=path)
     except Exception as exc:  # recovery: the old weights come back; what a loader raises is not documented
+        if _RELAYED:
+            raise
         worker.reload_weights(weights_path=before)
         return f"{path} could not be loaded ({type(exc).__name__}: {exc}); the old weights are in use"
+    _RELAYED.clear()
     return ""
-
-
-def _known_shapes(model: str) -> dict[str, list[int]]:
-    """Tensors of the checkpoint that was loaded first; it is still whole when it is first replaced."""
-    if not _SHAPES:
-        from huggingface_hub import snapshot_download
-
-        folder = Path(model)
-        _SHAPES.update(
-            read_shapes(folder if folder.is_dir() else Path(snapshot_download(model, local_files_only=True)))
-        )
-    return _SHAPES
-
-
-def difference(known: dict[str, list[int]], path: Path) -> str:
-    """What makes the checkpoint at `path` one of another model than one with the tensors `known`; "" when nothing."""
-    try:
-        found = read_shapes(path)
-    except (OSError, ValueError, struct.error) as exc:
-        return f"{path} is no folder of whole safetensors files ({exc})"
-    if not found:
-        return f"{path} has no safetensors files"
-    if missing := sorted(known.keys() - found.keys()):
-        return f"{path} lacks {len(missing)} tensors of the model, such as {missing[0]}"
-    if further := sorted(found.keys() - known.keys()):
-        return f"{path} has {len(further)} tensors that the model has not, such as {further[0]}"
-    for name, shape in known.items():
-        if found[name] != shape:
-            return f"{path}: {name} has shape {found[name]}, not {shape}"
-    return ""
-
-
-def read_shapes(folder: Path) -> dict[str, list[int]]:
-    """Shapes of all tensors in the safetensors files of a folder; empty where there are none.
-
-    Raises:
-        OSError, ValueError, struct.error: a file cannot be read, is truncated or not in that format.
-    """
-    shapes: dict[str, list[int]] = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        with file.open("rb") as f:
-            (length,) = struct.unpack("<Q", f.read(8))
-            if length > 100 << 20:
-                raise ValueError(f"{file.name} is not a safetensors file")
-            header = json.loads(f.read(length))
-        entries = {k: v for k, v in header.items() if k != "__metadata__"}
-        end = max((v["data_offsets"][1] for v in entries.values()), default=0)
-        if file.stat().st_size != 8 + length + end:
-            raise ValueError(f"{file.name} is truncated")
-        shapes.update({k: v["shape"] for k, v in entries.items()})
-    return shapes
 
 
 def _trim() -> None:

@@ -1,0 +1,1 @@
+"""Tasks that a policy is trained on; each is one file."""

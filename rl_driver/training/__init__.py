@@ -1,0 +1,1 @@
+"""The learner: losses, batches, optimiser steps, checkpoints."""

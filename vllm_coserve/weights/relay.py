@@ -1,0 +1,278 @@
+"""The embedded relay: versions in the memory of one process, over HTTP. The default where no other store is there."""
+
+from __future__ import annotations
+
+import hashlib
+import http.client
+import http.server
+import re
+import secrets
+import threading
+import time
+from typing import Any
+from urllib.parse import urlsplit
+
+import msgspec
+
+from vllm_coserve.weights.store import DIGEST, Manifest, RelayError
+
+_PATH = re.compile(r"/v1/versions/(\d{1,15})(?:/(manifest|buckets/([A-Za-z0-9._-]{1,64})))?\Z", re.ASCII)
+_RANGE = re.compile(r"bytes=(\d{1,15})-(\d{1,15})\Z", re.ASCII)
+_SOCKET_BOUND_S = 30.0
+_TRIES, _RETRY_S = 4, 0.2
+_CHUNK_BYTES = 1 << 20
+
+
+class Relay:
+    """Serves versions until `close`. Use as a context manager."""
+
+    def __init__(self, host: str = "127.0.0.1", port: int = 0, key: str = "", memory_bytes: int = 64 << 30) -> None:
+        """`key`: what clients must show, if not empty. Raises OSError where the port is taken."""
+        self._buckets: dict[int, dict[str, bytes]] = {}
+        self._manifests: dict[int, bytes] = {}
+        self._lock = threading.Lock()
+        self._digest = hashlib.sha256(key.encode()).digest() if key else b""
+        self._memory_bytes = memory_bytes
+        handler = type("Handler", (_Handler,), {"relay": self})
+        self._server = http.server.ThreadingHTTPServer((host, port), handler)
+        self._server.daemon_threads = True
+        self._thread = threading.Thread(target=self._server.serve_forever, name="coserve-relay", daemon=True)
+        self._thread.start()
+        self.url = f"http://{host}:{self._server.server_address[1]}"
+
+    def __enter__(self) -> Relay:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Take no further requests and forget everything."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+        self._buckets.clear()
+        self._manifests.clear()
+
+    # ---- what requests do; each returns (status, body)
+
+    def allows(self, authorization: str) -> bool:
+        """Whether a client shows the key."""
+        scheme, _, token = authorization.partition(" ")
+        shown = hashlib.sha256(token.strip().encode("utf-8", "surrogateescape")).digest()
+        return not self._digest or (secrets.compare_digest(shown, self._digest) and scheme.lower() == "bearer")
+
+    def room_for(self, nbytes: int) -> bool:
+        """Whether so much more may be held."""
+        with self._lock:
+            held = sum(len(data) for buckets in self._buckets.values() for data in buckets.values())
+        return held + nbytes <= self._memory_bytes
+
+    def put_bucket(self, version: int, name: str, data: bytes) -> tuple[int, bytes]:
+        """Buckets are immutable."""
+        with self._lock:
+            old = self._buckets.setdefault(version, {}).setdefault(name, data)
+        return (201, b"") if old is data or old == data else (409, b"the bucket is there with other content")
+
+    def put_manifest(self, version: int, data: bytes) -> tuple[int, bytes]:
+        """A version is complete only when all its buckets are what the manifest says."""
+        try:
+            manifest = msgspec.json.decode(data, type=Manifest)
+        except msgspec.DecodeError as exc:
+            return 400, f"this is no manifest: {exc}".encode()
+        with self._lock:
+            buckets = dict(self._buckets.get(version, {}))
+        for bucket in manifest.buckets:
+            got = buckets.get(bucket.name)
+            if got is None or len(got) != bucket.nbytes or hashlib.new(DIGEST, got).hexdigest() != bucket.digest:
+                return 409, f"bucket {bucket.name} is not there, or is another one".encode()
+        if manifest.version != version:
+            return 409, b"the manifest is of another version"
+        with self._lock:
+            old = self._manifests.setdefault(version, data)
+        return (201, b"") if old == data else (409, b"the version is there with another manifest")
+
+    def get(self, version: int, what: str, name: str) -> bytes | None:
+        """A manifest or bucket of a complete version."""
+        with self._lock:
+            if version not in self._manifests:
+                return None
+            return self._manifests[version] if what == "manifest" else self._buckets[version].get(name)
+
+    def versions(self) -> list[int]:
+        """Complete ones."""
+        with self._lock:
+            return sorted(self._manifests)
+
+    def delete(self, version: int) -> None:
+        """Forget a version."""
+        with self._lock:
+            self._manifests.pop(version, None)
+            self._buckets.pop(version, None)
+
+
+class _Handler(http.server.BaseHTTPRequestHandler):
+    relay: Relay
+    protocol_version = "HTTP/1.1"
+    timeout = _SOCKET_BOUND_S
+
+    def log_message(self, *args: Any) -> None:
+        """Say nothing."""
+
+    def do_GET(self) -> None:
+        found = self._find()
+        if found is None:
+            return
+        if found == "versions":
+            self._answer(200, msgspec.json.encode(self.relay.versions()))
+            return
+        version, what, name = found
+        data = self.relay.get(version, what, name)
+        if data is None:
+            self._answer(404, f"version {version} has no such {what}, or is not complete".encode())
+            return
+        wanted = _RANGE.match(self.headers.get("Range", ""))
+        if wanted is None:
+            self._answer(200, data)
+            return
+        start, last = int(wanted[1]), int(wanted[2])
+        if start > last or last >= len(data):
+            self._answer(416, f"bytes {start}-{last} of {len(data)}".encode())
+            return
+        self._answer(206, memoryview(data)[start : last + 1])
+
+    def do_PUT(self) -> None:
+        found = self._find()
+        if found is None:
+            return
+        length = self.headers.get("Content-Length", "")
+        if found == "versions" or found[1] == "" or not length.isdigit():
+            self.close_connection = True
+            self._answer(400, b"put a manifest or a bucket, with its length")
+            return
+        if not self.relay.room_for(int(length)):
+            self.close_connection = True
+            self._answer(507, b"the relay is full: delete old versions")
+            return
+        data = self.rfile.read(int(length))
+        if len(data) != int(length):
+            self.close_connection = True
+            return
+        version, what, name = found
+        put = (
+            self.relay.put_manifest(version, data) if what == "manifest" else self.relay.put_bucket(version, name, data)
+        )
+        self._answer(*put)
+
+    def do_DELETE(self) -> None:
+        found = self._find()
+        if found is None:
+            return
+        if found == "versions" or found[1]:
+            self._answer(400, b"delete a version")
+            return
+        self.relay.delete(found[0])
+        self._answer(200, b"")
+
+    def _find(self) -> tuple[int, str, str] | str | None:
+        """(version, "manifest" or "bucket" or "", bucket); None: the answer has been given."""
+        if not self.relay.allows(self.headers.get("Authorization", "")):
+            self.close_connection = True
+            self._answer(401, b"give the relay's key as `Authorization: Bearer KEY`")
+            return None
+        if self.path == "/v1/versions":
+            return "versions"
+        match = _PATH.match(self.path)
+        if match is None:
+            self.close_connection = True
+            self._answer(404, b"no such path")
+            return None
+        return int(match[1]), (match[2] or "").partition("/")[0].removesuffix("s"), match[3] or ""
+
+    def _answer(self, status: int, body: bytes | memoryview) -> None:
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+
+class RelayClient:
+    """See `RelayStore`. Interrupted reads go on where they were; one thread uses an instance."""
+
+    def __init__(self, url: str, key: str = "") -> None:
+        """Raises RelayError where the address is none."""
+        parts = urlsplit(url)
+        if parts.scheme != "http" or not parts.hostname or parts.path not in ("", "/"):
+            raise RelayError(f"{url!r} is no relay's address such as http://127.0.0.1:8300")
+        self._host, self._port = parts.hostname, parts.port or 80
+        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self._connection: http.client.HTTPConnection | None = None
+
+    def close(self) -> None:
+        """Close the connection."""
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+    def put_bucket(self, version: int, name: str, data: bytes | memoryview) -> None:
+        """See `RelayStore`."""
+        self._call("PUT", f"/v1/versions/{version}/buckets/{name}", data)
+
+    def put_manifest(self, manifest: Manifest) -> None:
+        """See `RelayStore`."""
+        self._call("PUT", f"/v1/versions/{manifest.version}/manifest", msgspec.json.encode(manifest))
+
+    def versions(self) -> list[int]:
+        """See `RelayStore`."""
+        return msgspec.json.decode(self._call("GET", "/v1/versions"), type=list[int])
+
+    def manifest(self, version: int) -> Manifest:
+        """See `RelayStore`."""
+        try:
+            return msgspec.json.decode(self._call("GET", f"/v1/versions/{version}/manifest"), type=Manifest)
+        except msgspec.DecodeError as exc:
+            raise RelayError(f"version {version} has no manifest that can be read: {exc}") from None
+
+    def get_range(self, version: int, name: str, start: int, end: int) -> bytes:
+        """See `RelayStore`."""
+        if start >= end:
+            return b""
+        return self._call("GET", f"/v1/versions/{version}/buckets/{name}", wanted=(start, end))
+
+    def delete(self, version: int) -> None:
+        """See `RelayStore`."""
+        self._call("DELETE", f"/v1/versions/{version}")
+
+    def _call(
+        self, method: str, path: str, body: bytes | memoryview | None = None, wanted: tuple[int, int] | None = None
+    ) -> bytes:
+        got = bytearray()
+        fruitless = 0
+        while True:
+            before = len(got)
+            try:
+                return self._once(method, path, body, wanted, got)
+            except (OSError, http.client.HTTPException) as exc:
+                self.close()
+                fruitless = 0 if len(got) > before else fruitless + 1
+                if fruitless >= _TRIES:
+                    raise RelayError(f"the relay at {self._host}:{self._port} does not answer: {exc!r}") from None
+                time.sleep(_RETRY_S * 2**fruitless)
+
+    def _once(
+        self, method: str, path: str, body: bytes | memoryview | None, wanted: tuple[int, int] | None, got: bytearray
+    ) -> bytes:
+        if self._connection is None:
+            self._connection = http.client.HTTPConnection(self._host, self._port, timeout=_SOCKET_BOUND_S)
+        headers = dict(self._headers)
+        if wanted is not None:
+            headers["Range"] = f"bytes={wanted[0] + len(got)}-{wanted[1] - 1}"
+        self._connection.request(method, path, body, headers)
+        answer = self._connection.getresponse()
+        if answer.status >= 300:
+            raise RelayError(f"{method} {path}: HTTP {answer.status}: {answer.read(300).decode('utf-8', 'replace')}")
+        while part := answer.read(_CHUNK_BYTES):
+            got += part
+        if wanted is not None and len(got) < wanted[1] - wanted[0]:
+            raise http.client.IncompleteRead(bytes(got), wanted[1] - wanted[0] - len(got))
+        return bytes(got)
