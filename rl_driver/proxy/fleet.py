@@ -85,7 +85,7 @@ class Member:
     wrong: str = ""  # why it cannot be used, for people
     refused: str = ""  # borrowed: why it cannot be held
     renewed_s: float = -1e18
-    updating: bool = False  # it gets other weights, and no turns meanwhile
+    updating: bool = False  # it gets other weights
     update_failed: str = ""  # why it did not take weights, for people
     update_failed_s: float = -1e18
     update_refused: str = ""  # the weights that it did not take
@@ -399,9 +399,11 @@ class Fleet:
         if self.members.get(member.url) is not member or not member.models:
             return
         config, number = self._config, version_number(member.version)
-        eligible = member.alive and not member.updating and member.breaker.allows(self._clock())
-        if member.kind == "borrowed":
+        eligible = member.alive and member.breaker.allows(self._clock())
+        if member.kind == "borrowed":  # it computes on while weights come
             eligible = eligible and member.held and member.active
+        else:
+            eligible = eligible and not member.updating
         self._newest = max(self._newest, number)
         if config.max_staleness is not None and number < self._newest - config.max_staleness:
             eligible = False

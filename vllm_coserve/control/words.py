@@ -61,6 +61,7 @@ class Word(IntEnum):
     WEIGHTS_LOADED = auto()  # R: 0 while deactivation has freed the weights
     WEIGHTS_JOB = auto()  # R: number of the last load or release of weights that it has begun
     WEIGHTS_JOB_DONE = auto()  # rollout worker: number of the last load or release of weights that it has ended
+    WEIGHTS_PULL = auto()  # R: number of the last pull of weights from a relay that it has begun
     WEIGHTS_PULLED = auto()  # rollout worker: number of the last pull from a relay that it has ended
     LOAD_NS = auto()  # R: how long the latest activation or weight update took
     KV_BLOCK_BYTES = auto()  # R: size of one of its KV blocks

@@ -96,7 +96,8 @@ def _install_queues(process: _Process) -> None:
     def rollout_is_off() -> bool:
         # The worker waits on the device, where nobody else is between two rollout steps. The engine core waits on the
         # host's cores, which the rollout's processes need for as long as it has requests.
-        if not words[Word.ROLLOUT_READY] or words[Word.WEIGHTS_JOB] != words[Word.WEIGHTS_JOB_DONE]:
+        loads = words[Word.WEIGHTS_JOB] != words[Word.WEIGHTS_JOB_DONE]
+        if not words[Word.ROLLOUT_READY] or loads or words[Word.WEIGHTS_PULL] != words[Word.WEIGHTS_PULLED]:
             return False  # it starts, or loads weights on the device with the lowest priority
         if words[Word.GENERATION] == words[Word.GENERATION_DEAD]:
             return False  # its processes give their memory back

@@ -97,7 +97,7 @@ class RolloutRuntime(CoreRuntime):
     def _has_orders(self) -> bool:
         get = self.block.get
         return (
-            self.weights.busy
+            self.weights.waits
             or get(Word.RECLAIM_SEQ) != get(Word.RECLAIM_DONE_SEQ)
             or get(Word.ACTIVE_WANTED) == get(Word.ROLLOUT_DEACTIVATED)
         )

@@ -52,7 +52,9 @@ class WeightsKeeper:
         self._queue: deque[_Job] = deque()
         self._pull: _Pull | None = None
         self._number = block.get(Word.WEIGHTS_JOB_DONE)
+        self._pull_number = block.get(Word.WEIGHTS_PULLED)
         block.set(Word.WEIGHTS_JOB, self._number)  # a predecessor may have died in one
+        block.set(Word.WEIGHTS_PULL, self._pull_number)
         self.loaded = True
         self.can_free = True
 
@@ -67,6 +69,12 @@ class WeightsKeeper:
     def busy(self) -> bool:
         """A job is under way or waits."""
         return bool(self._queue)
+
+    @property
+    def waits(self) -> bool:
+        """`poll` has something to do (any thread may ask)."""
+        pull = self._pull
+        return self.busy or (pull is not None and self._block.get(Word.WEIGHTS_PULLED) == pull.number)
 
     def free(self) -> None:
         """Begin to free the weights; `loaded` says when it is done."""
@@ -91,8 +99,10 @@ class WeightsKeeper:
 
         if self._pull is not None:
             self._pull.answer.set_result("a newer update came in between")
-        self._pull = _Pull(self._block.get(Word.WEIGHTS_PULLED) + 1, version)
-        args = (self._pull.number, url, key, number)
+        self._pull_number += 1
+        self._block.set(Word.WEIGHTS_PULL, self._pull_number)
+        self._pull = _Pull(self._pull_number, version)
+        args = (self._pull_number, url, key, number)
         self._core.model_executor.collective_rpc(begin_pull, args=args, non_block=True)
         return self._pull.answer
 
@@ -100,7 +110,7 @@ class WeightsKeeper:
         pull = self._pull
         if pull is None:
             return
-        if self._block.get(Word.WEIGHTS_PULLED) >= pull.number:
+        if self._block.get(Word.WEIGHTS_PULLED) == pull.number:
             self._pull = None
             self._replace(_Job("apply", str(pull.number), pull.version, pull.answer))
         elif time.monotonic() - pull.since_s > PULL_BOUND_S:

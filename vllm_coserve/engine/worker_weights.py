@@ -25,6 +25,7 @@ _SCHED_IDLE = getattr(os, "SCHED_IDLE", 5)
 _RELAYED: list[RelayedWeights] = []  # the weights in use, where they came from a relay
 _Pulled = tuple["RelayedWeights | None", "dict[str, Any] | str"]
 _PULLED: dict[int, _Pulled] = {}  # by number of the pull: what came, or why nothing did
+_LATEST_PULL: list[int] = []
 _SIZES = "coserve_weight_bytes"  # attribute of the model while its weights are freed
 
 
@@ -62,6 +63,7 @@ def begin_pull(worker: Any, number: int, url: str, key: str, version: int) -> No
     from vllm_coserve.engine.install import installed_block
 
     block, known = installed_block(), known_shapes(worker.vllm_config.model_config.model)
+    _LATEST_PULL[:] = [number]
 
     def run() -> None:
         with contextlib.suppress(OSError):
@@ -71,7 +73,9 @@ def begin_pull(worker: Any, number: int, url: str, key: str, version: int) -> No
             pulled: _Pulled = source, source.read(known)
         except (RelayError, ValueError) as exc:
             pulled = source, f"version {version} of {url} could not be read: {exc}"
-        _PULLED.clear()  # an earlier one was given up
+        if number != _LATEST_PULL[0]:  # given up for a newer one
+            return
+        _PULLED.clear()
         _PULLED[number] = pulled
         block.set(Word.WEIGHTS_PULLED, number)
         block.ring(Bell.ROLLOUT_CORE)

@@ -21,6 +21,7 @@ _RANGE = re.compile(r"bytes=(\d{1,15})-(\d{1,15})\Z", re.ASCII)
 _SOCKET_BOUND_S = 30.0
 _TRIES, _RETRY_S = 4, 0.2
 _CHUNK_BYTES = 1 << 20
+_END_POLL_S = 0.05
 
 
 class Relay:
@@ -36,7 +37,9 @@ class Relay:
         handler = type("Handler", (_Handler,), {"relay": self})
         self._server = http.server.ThreadingHTTPServer((host, port), handler)
         self._server.daemon_threads = True
-        self._thread = threading.Thread(target=self._server.serve_forever, name="coserve-relay", daemon=True)
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, args=(_END_POLL_S,), name="coserve-relay", daemon=True
+        )
         self._thread.start()
         self.url = f"http://{host}:{self._server.server_address[1]}"
 
