@@ -304,10 +304,16 @@ def _reclaim_table(part: dict[str, Any]) -> str:
 def _overhead_table(part: dict[str, Any]) -> str:
     tpot = part["tpot_ms_p50"]
     rows = [
-        [b, f"{tpot['vllm'][b]:.2f}", f"{tpot['pair'][b]:.2f}", f"{r:.3f}"]
+        [
+            b,
+            f"{tpot['vllm'][b]:.2f}",
+            f"{tpot['pair'][b]:.2f}",
+            "{:.3f} ({:.3f}-{:.3f})".format(r, *part["ratio_quartiles"][b]),
+        ]
         for b, r in part["ratio_pair_to_vllm"].items()
     ]
-    return "TPOT P50 in ms:\n\n" + results.table(["batch", "plain vLLM", "pair, idle rollout", "ratio"], rows)
+    head = ["batch", "plain vLLM", "pair, idle rollout", "ratio of neighbouring turns, median (quartiles)"]
+    return "TPOT P50 in ms:\n\n" + results.table(head, rows)
 
 
 _TABLES = {"pages": _pages_table, "gate": _gate_table, "reclaim": _reclaim_table, "overhead": _overhead_table}

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import os
 import random
 import signal
 import time
@@ -31,7 +30,7 @@ from tests.scenario.proxy_harness import AUTH, dedicated_engine, running_proxy, 
 from vllm_coserve.demo.load import serve_schedule
 from vllm_coserve.demo.models import ROLLOUT_SPEC, SERVING_SPEC, ensure_model
 from vllm_coserve.demo.run import warm_up
-from vllm_coserve.demo.servers import DEVICE_CORE, HOST_CORE, Pair, cmdline, descendants
+from vllm_coserve.demo.servers import DEVICE_CORE, HOST_CORE, Pair
 
 _TURNS_MEAN, _TURNS_MAX = 5, 9  # of a trajectory; exponential, so that some take much longer than others
 _UNBOUNDED = 4096  # turns on an engine, for policies that know no bound
@@ -121,17 +120,8 @@ def _engine(log: Path) -> Iterator[str]:
     model = ensure_model(ROLLOUT_SPEC, Path("out") / "models")
     flags = ["--kv-cache-memory-bytes", str(96 << 20), "--max-num-batched-tokens=1024", "--stream-interval=4"]
     with dedicated_engine(model, log, *flags) as (url, process):
-        _place(process.pid, HOST_CORE)
+        machine.place(process.pid, HOST_CORE)
         yield url
-
-
-def _place(root_pid: int, worker_core: int) -> None:
-    """An engine's worker on its core; the other processes where there is room, for both cores stand for devices."""
-    for pid in [root_pid, *descendants(root_pid)]:
-        cores = {worker_core} if "Worker" in cmdline(pid) else {DEVICE_CORE, HOST_CORE}
-        for task in os.listdir(f"/proc/{pid}/task"):
-            with contextlib.suppress(OSError):
-                os.sched_setaffinity(int(task), cores)
 
 
 @contextlib.contextmanager
@@ -161,7 +151,7 @@ def policies(o: argparse.Namespace) -> dict[str, Any]:
     runs: dict[str, list[dict[str, Any]]] = {r.name: [] for r in ROWS}
     flags = ["--coserve-ttft-slo-ms=300", "--coserve-tpot-slo-ms=40", "--coserve-stall-timeout-s=30"]
     with machine.start(flags, "driver_pair.log", o.pool_gib) as pair, _engine(machine.OUT / "dedicated.log") as url:
-        _place(pair.process.pid, DEVICE_CORE)
+        machine.place(pair.process.pid, DEVICE_CORE)
         asyncio.run(warm_up(pair.serving_url, pair.rollout_url))
         asyncio.run(_warm(url))
         for round_ in range(o.rounds):

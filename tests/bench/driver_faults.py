@@ -23,6 +23,7 @@ from tests.scenario.harness import KEY, start_pair
 from tests.scenario.proxy_harness import Framework, Relay, Users, dedicated_engine, running_proxy, wait_usable
 from vllm_coserve.demo.models import ROLLOUT_SPEC, SERVING_SPEC, ensure_model
 from vllm_coserve.demo.run import free_port
+from vllm_coserve.demo.servers import DEVICE_CORE
 
 _PAUSE_S = 4.0
 _BACK_BOUND_S = 180.0
@@ -79,6 +80,7 @@ def measure(o: argparse.Namespace) -> dict[str, Any]:
     done: list[dict[str, Any]] = []
     with contextlib.ExitStack() as stack:
         pair = stack.enter_context(start_pair(models, machine.OUT / "driver_faults_pair.log", flags))  # type: ignore[arg-type]
+        machine.place(pair.pair.process.pid, DEVICE_CORE)
         url, engine = stack.enter_context(dedicated_engine(models[1], machine.OUT / "driver_faults_dedicated.log"))
         relay = Relay(int(pair.pair.rollout_url.rpartition(":")[2]))
         stack.callback(relay.close)

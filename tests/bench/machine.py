@@ -12,7 +12,7 @@ from vllm_coserve.control.block import ControlBlock
 from vllm_coserve.demo.arrivals import Arrival, Scale, bursty, from_azure_csv
 from vllm_coserve.demo.models import ROLLOUT_SPEC, SERVING_SPEC, ensure_model
 from vllm_coserve.demo.run import free_port
-from vllm_coserve.demo.servers import Pair, cmdline, descendants, running_pair
+from vllm_coserve.demo.servers import DEVICE_CORE, HOST_CORE, Pair, cmdline, descendants, running_pair
 
 OUT = Path("out") / "bench"
 PARTS = ("API server", "EngineCore", "Worker")
@@ -84,6 +84,15 @@ def processes(pair: Pair, rollout: bool) -> dict[str, int]:
             if part in cmdline(pid):
                 found[part] = pid
     return found
+
+
+def place(root_pid: int, worker_core: int) -> None:
+    """An engine's worker on its core; the other processes where there is room, for both cores stand for devices."""
+    for pid in [root_pid, *descendants(root_pid)]:
+        cores = {worker_core} if "Worker" in cmdline(pid) else {DEVICE_CORE, HOST_CORE}
+        for task in os.listdir(f"/proc/{pid}/task"):
+            with contextlib.suppress(OSError):
+                os.sched_setaffinity(int(task), cores)
 
 
 def leftovers() -> set[str]:

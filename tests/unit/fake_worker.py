@@ -36,6 +36,7 @@ class FakeWorker:
         self.faults, self.calls, self.open, self.cancelled = [], [], 0, 0
         self.usage, self.state, self.holder, self.steps, self.healthy = 0.1, "active", None, 0, True
         self.says_versions = True
+        self.updates, self.refuses_updates, self.paused = [], 0, False
 
     async def __aenter__(self):
         app = web.Application(client_max_size=1 << 26)
@@ -45,7 +46,11 @@ class FakeWorker:
         app.router.add_post("/v1/chat/completions/render", self._render_chat)
         app.router.add_post("/v1/chat/completions/derender", self._derender)
         app.router.add_post("/inference/v1/generate", self._generate)
+        app.router.add_get("/weight_info", self._weight_info)
+        for step in ("pause", "start_weight_update", "update_weights", "finish_weight_update", "resume"):
+            app.router.add_post(f"/{step}", self._update)
         if self.borrowed:
+            app.router.add_post("/coserve/v1/weights", self._load)
             app.router.add_get("/coserve/v1/status", self._status)
             app.router.add_post("/coserve/v1/step", self._step)
             app.router.add_post("/coserve/v1/register", self._register)
@@ -104,6 +109,31 @@ class FakeWorker:
         held = self.holder and {"job": self.holder}
         status = {"state": self.state, "pages": pages, "weights": {"version": self.version}, "registration": held}
         return web.json_response(status)
+
+    async def _weight_info(self, request):
+        return web.json_response({"weight_version": self.version})
+
+    async def _load(self, request):
+        body = await request.json()
+        if self.refuses_updates:
+            self.refuses_updates -= 1
+            return web.json_response({"detail": "not weights of this model"}, status=409)
+        self.updates.append(body["relay"])
+        self.version = body["version"]
+        return web.json_response({})
+
+    async def _update(self, request):
+        step = request.path[1:]
+        self.paused = step != "resume" and (self.paused or step == "pause")
+        if step == "update_weights":
+            assert self.paused
+            if self.refuses_updates:
+                self.refuses_updates -= 1
+                return web.json_response({"error": "the relay does not answer"}, status=500)
+            self.updates.append((await request.json())["update_info"])
+        elif step == "finish_weight_update":
+            self.version = (await request.json())["weight_version"]
+        return web.json_response({})
 
     async def _step(self, request):
         self.steps += 1

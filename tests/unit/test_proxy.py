@@ -2,86 +2,17 @@
 
 import asyncio
 import contextlib
-import json
 
-import aiohttp
 import pytest
-from aiohttp import web
 
-from rl_driver.api.proxy_config import ProxyConfig, parse_proxy_config
-from rl_driver.proxy.server import Proxy
+from rl_driver.api.proxy_config import parse_proxy_config
 from tests.unit.fake_worker import MODEL, FakeWorker, undisturbed, workers
+from tests.unit.proxy_world import PROMPT, run, running
 from vllm_coserve.api.errors import ConfigurationError
-
-_PROMPT = [5, 6, 7, 8]
-
-
-class Client:
-    def __init__(self, proxy, session, url):
-        self.proxy, self.session, self.url = proxy, session, url
-
-    async def post(self, path, body, **headers):
-        async with self.session.post(self.url + path, json=body, headers=headers) as answer:
-            return answer.status, await answer.json(), answer.headers
-
-    async def complete(self, count=12, headers=None, **more):
-        body = {"prompt": _PROMPT, "max_tokens": count, "return_token_ids": True, "logprobs": 0, **more}
-        status, answer, _ = await self.post("/v1/completions", body, **(headers or {}))
-        assert status == 200, answer
-        return answer
-
-    async def stream(self, body, path="/v1/completions", headers=None):
-        """Events of a stream; the connection stays open as long as they are read."""
-        async with self.session.post(self.url + path, json={**body, "stream": True}, headers=headers) as answer:
-            assert answer.status == 200, await answer.text()
-            async for line in answer.content:
-                if line.startswith(b"data: {"):
-                    yield json.loads(line[6:])
-                elif line.startswith(b"data: [DONE]"):
-                    yield None
-
-    async def usable(self, count):
-        async with asyncio.timeout(5):
-            while len(self.proxy.fleet.usable()) != count:
-                await asyncio.sleep(0.01)
-
-
-@contextlib.asynccontextmanager
-async def running(*fakes, usable=None, **config):
-    urls = {"dedicated": [], "borrowed": []}
-    for fake in fakes:
-        urls["borrowed" if fake.borrowed else "dedicated"].append(fake.url)
-    values = {"poll_s": 0.05, "lost_after_s": 0.3, **{k: tuple(v) for k, v in urls.items()}, **config}
-    proxy = Proxy(ProxyConfig(**values))
-    await proxy.start()
-    runner = web.AppRunner(proxy.app(), handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
-    proxy.connections.runner = runner
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    url = f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}"
-    try:
-        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=20)) as session:
-            client = Client(proxy, session, url)
-            await client.usable(len(fakes) if usable is None else usable)
-            yield client
-    finally:
-        await runner.cleanup()
-        await proxy.stop()
-
-
-def run(test):
-    """Run an async test with a bound."""
-
-    async def bounded():
-        async with asyncio.timeout(25):
-            await test
-
-    asyncio.run(bounded())
 
 
 def _check(choice, count, versions=None):
-    assert choice["token_ids"] == undisturbed(_PROMPT, count)
+    assert choice["token_ids"] == undisturbed(PROMPT, count)
     assert choice["logprobs"]["token_logprobs"] == [-t / 1000 for t in choice["token_ids"]]
     spans = choice["weight_versions"]
     assert [s["start"] for s in spans] == [0, *(s["end"] for s in spans[:-1])] and spans[-1]["end"] == count
@@ -98,13 +29,13 @@ def test_tokens_in_and_out_whole_and_streamed():
             answer = await client.complete(12)
             (choice,) = answer["choices"]
             _check(choice, 12, ["step-1"])
-            assert choice["finish_reason"] == "length" and choice["prompt_token_ids"] == _PROMPT
+            assert choice["finish_reason"] == "length" and choice["prompt_token_ids"] == PROMPT
             assert answer["usage"] == {"prompt_tokens": 4, "completion_tokens": 12, "total_tokens": 16}
-            body = {"prompt": _PROMPT, "max_tokens": 12, "return_token_ids": True, "logprobs": 1}
+            body = {"prompt": PROMPT, "max_tokens": 12, "return_token_ids": True, "logprobs": 1}
             events = [e async for e in client.stream({**body, "stream_options": {"include_usage": True}})]
             assert events[-1] is None and events[-2]["usage"]["completion_tokens"] == 12
             choices = [c for e in events[:-1] for c in e["choices"]]
-            assert [t for c in choices for t in c["token_ids"]] == undisturbed(_PROMPT, 12)
+            assert [t for c in choices for t in c["token_ids"]] == undisturbed(PROMPT, 12)
             assert choices[-1]["finish_reason"] == "length" and choices[-1]["weight_versions"][0]["end"] == 12
             assert all(len(t) == 1 for c in choices for t in c["logprobs"]["top_logprobs"])
 
@@ -194,7 +125,7 @@ def test_a_client_that_leaves_frees_the_worker():
     async def test():
         async with workers(FakeWorker(step_s=0.02, chunk=1)) as fakes, running(*fakes) as client:
             for stream in (True, False):
-                body = {"prompt": _PROMPT, "max_tokens": 4000, "stream": stream}
+                body = {"prompt": PROMPT, "max_tokens": 4000, "stream": stream}
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(0.3):
                         async with client.session.post(client.url + "/v1/completions", json=body) as answer:
@@ -230,7 +161,7 @@ def test_several_answers_to_several_prompts():
 def test_stop_tokens_and_sampling_parameters_reach_the_worker():
     async def test():
         async with workers(FakeWorker()) as fakes, running(*fakes) as client:
-            stop = undisturbed(_PROMPT, 5)[-1]
+            stop = undisturbed(PROMPT, 5)[-1]
             answer = await client.complete(20, stop_token_ids=[stop], temperature=0.25, top_k=7)
             (choice,) = answer["choices"]
             assert (choice["finish_reason"], choice["stop_reason"], len(choice["token_ids"])) == ("stop", stop, 5)
@@ -373,7 +304,7 @@ def test_a_finished_turn_is_kept_over_a_restart_and_not_made_again(tmp_path):
             async with running(*fakes, store=store) as client:
                 headers = {"X-Trajectory-Id": "t1", "X-Turn-Index": "0"}
                 first = await client.complete(6, headers=headers)
-                text = _PROMPT + first["choices"][0]["token_ids"] + [50, 51]
+                text = PROMPT + first["choices"][0]["token_ids"] + [50, 51]
                 await client.complete(4, headers={**headers, "X-Turn-Index": "1"}, prompt=text)
                 trajectory = await client.proxy.records._run(lambda: client.proxy.records._store.get("t1"))
                 assert trajectory.token_ids() == text + undisturbed(text, 4)
@@ -517,3 +448,60 @@ def test_a_slow_client_and_half_a_request_do_not_stay(monkeypatch):
 def test_bad_flags_are_named(values, word):
     with pytest.raises(ConfigurationError, match=word):
         parse_proxy_config(values)
+
+
+# ---- weights
+
+
+_PUBLISHED = {"url": "http://127.0.0.1:1", "version": 7, "key": "relay-key"}
+
+
+def test_published_weights_reach_every_kind_of_engine():
+    async def test():
+        async with workers(FakeWorker(), FakeWorker(borrowed=True)) as fakes, running(*fakes) as client:
+            status, state, _ = await client.post("/coserve/v1/weights", _PUBLISHED)
+            assert status == 200 and [w["version"] for w in state["workers"]] == ["step-7", "step-7"]
+            assert all(f.updates == [_PUBLISHED] and not f.paused for f in fakes)
+            status, answer, _ = await client.post("/coserve/v1/weights", {**_PUBLISHED, "version": 6})
+            assert status == 409 and "newer" in answer["error"]["message"]
+            assert "relay-key" not in str(state) + str(answer)
+            (choice,) = (await client.complete(4, {"X-Min-Weight-Version": "step-7"}))["choices"]
+            _check(choice, 4, ["step-7"])
+
+    run(test())
+
+
+def test_who_comes_back_gets_the_published_weights():
+    async def test():
+        late = FakeWorker(borrowed=True)
+        late.state = "deactivated"
+        async with workers(FakeWorker(), late) as fakes, running(*fakes, usable=1) as client:
+            await client.post("/coserve/v1/weights", _PUBLISHED)
+            assert fakes[0].updates and not late.updates
+            late.state = "active"
+            await client.usable(2)
+            async with asyncio.timeout(5):
+                while late.version != "step-7":
+                    await asyncio.sleep(0.01)
+            assert late.updates == [_PUBLISHED]
+
+    run(test())
+
+
+def test_a_worker_that_cannot_take_weights_says_why_and_is_asked_again_later(monkeypatch):
+    monkeypatch.setattr("rl_driver.proxy.fleet._UPDATE_RETRY_S", 0.3)
+
+    async def test():
+        async with workers(FakeWorker(), FakeWorker(borrowed=True)) as fakes, running(*fakes) as client:
+            for fake in fakes:
+                fake.refuses_updates = 1
+            _, state, _ = await client.post("/coserve/v1/weights", _PUBLISHED)
+            why = [w["wrong"] for w in state["workers"]]
+            assert "does not answer" in why[0] and "not weights of this model" in why[1]
+            assert [w["version"] for w in state["workers"]] == ["step-1", "step-1"]
+            assert not fakes[0].paused  # it goes on with the old ones
+            async with asyncio.timeout(5):
+                while any(f.version != "step-7" for f in fakes):
+                    await asyncio.sleep(0.02)
+
+    run(test())

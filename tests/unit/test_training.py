@@ -1,6 +1,9 @@
 """The learner's arithmetic: advantages, losses, batches, steps, staleness."""
 
 import math
+import os
+import subprocess
+import sys
 from unittest.mock import MagicMock
 
 import pytest
@@ -11,9 +14,10 @@ from hypothesis import strategies as st
 from rl_driver.api.trajectory import Trajectory, Turn, VersionSpan
 from rl_driver.policy.staleness import Staleness
 from rl_driver.training.advantages import group_advantages, has_signal, overlong_penalty
-from rl_driver.training.learner import Learner, LearnerConfig
+from rl_driver.training.learner import Learner
 from rl_driver.training.losses import Clip, add_up, importance_weights, token_losses
 from rl_driver.training.samples import Batch, Sample, micro_batches, samples_of
+from tests.unit.learner_world import config, made_up, parameters, tiny_model
 
 rewards = st.lists(st.floats(-10, 10), min_size=2, max_size=32)
 
@@ -145,46 +149,6 @@ def test_micro_batches_hold_what_they_may_and_lose_nothing(lengths, most):
 # ---- the learner
 
 
-def tiny_model(seed=0):
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    torch.manual_seed(seed)
-    config = Qwen3Config(
-        vocab_size=32,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        initializer_range=0.2,
-        tie_word_embeddings=True,
-    )
-    return Qwen3ForCausalLM(config)
-
-
-def made_up(count, seed=0, version=0):
-    """Samples whose logprobs are the model's own."""
-    rng = torch.Generator().manual_seed(seed)
-    learner = Learner(tiny_model(), LearnerConfig(bf16=False))
-    out = []
-    for i in range(count):
-        ids = torch.randint(0, 32, (6 + i % 5,), generator=rng).tolist()
-        places = list(range(3, len(ids)))
-        sample = Sample(ids, places, [0.0] * len(places), (version, version), [1.0, -1.0, 0.5][i % 3])
-        (logprobs,) = learner.score([sample])
-        out.append(Sample(ids, places, logprobs, (version, version), sample.advantage))
-    return out
-
-
-def config(**kw):
-    return LearnerConfig(**{"learning_rate": 1e-2, "bf16": False, "aggregate": "token", **kw})
-
-
-def parameters(learner):
-    return torch.cat([p.detach().flatten() for p in learner.model.parameters()])
-
-
 @pytest.mark.parametrize("aggregate", ["token", "sequence"])
 def test_micro_batches_make_the_same_step_as_one_batch(aggregate):
     samples = made_up(12)
@@ -197,6 +161,25 @@ def test_micro_batches_make_the_same_step_as_one_batch(aggregate):
     assert a["loss"] == pytest.approx(b["loss"], abs=1e-6) and a["tokens"] == b["tokens"]
     torch.testing.assert_close(parameters(one), parameters(many), atol=1e-4, rtol=1e-3)
     assert a["log_ratio_abs_mean"] < 1e-5 and one.version == 1
+
+
+@pytest.mark.slow
+def test_two_sharded_ranks_make_the_same_steps_as_one(tmp_path):
+    """FSDP2 over gloo, started as users start it."""
+    out = tmp_path / "two.pt"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command += ["-m", "tests.unit.learner_world", str(out)]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    run = subprocess.run(command, env=env, capture_output=True, text=True, timeout=100, check=False)
+    assert run.returncode == 0, run.stderr[-3000:]
+    two = torch.load(out)
+    one, samples = Learner(tiny_model(), config()), made_up(12)
+    for _ in range(2):
+        one.add(samples)
+        figures = one.step()
+    torch.testing.assert_close(two["parameters"], parameters(one), atol=1e-4, rtol=1e-3)
+    assert two["figures"] == pytest.approx(figures, rel=1e-3, abs=1e-4)
+    assert two["names"] == [name for name, _ in one.weights()]
 
 
 def test_a_step_makes_good_tokens_likelier():
