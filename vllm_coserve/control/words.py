@@ -50,7 +50,7 @@ class Word(IntEnum):
     ROLLOUT_DEACTIVATED = auto()  # R: 1 once all pages are given back and requests ended
     START_REFUSED = auto()  # V: 1 once the first sidecar has failed to come up: serving does not begin
     GENERATION = auto()  # V: which sidecar process runs, from 1
-    GENERATION_DEAD = auto()  # V: last generation of which every process ended
+    GENERATION_DEAD = auto()  # V: last generation of which no process computes any more
     GENERATION_CLEARED = auto()  # S: last generation whose pages were taken back
     KILL_GENERATION = auto()  # S: generation that owes pages for too long and must be killed
     SERVING_HEARTBEAT_NS = auto()  # S

@@ -38,6 +38,7 @@ _HUNG_STEP_AFTER_S = 30.0  # the same while it computes: a step may take its tim
 _START_BOUND_S = 1800.0  # loading a large model from a slow disk takes long, but not for ever
 _POLITENESS = ((30.0, 10), (60.0, 5))  # of a restart: until so long after its begin, this niceness
 _CAP_SYS_NICE = 23
+_PF_EXITING = 0x4  # in the flags of /proc/PID/stat: it is past its last instruction (include/linux/sched.h)
 
 
 class Supervisor:
@@ -111,7 +112,7 @@ class Supervisor:
         up_s = None if ready_s is None else time.monotonic() - ready_s
         if self._stopping.is_set():
             return up_s
-        self._kill_group(and_trackers=False)
+        self._kill_group(wait=False)
         block.set(Word.GENERATION_DEAD, generation)
         block.events.put(Writer.SUPERVISOR, EventKind.RESTART, generation + 1)
         block.ring(Bell.ARBITER)
@@ -191,11 +192,13 @@ class Supervisor:
         argv += ["--no-async-scheduling", "--enable-scale-out", *config.rollout_argv]
         return subprocess.Popen(argv, env=env, start_new_session=True, stdin=subprocess.DEVNULL)
 
-    def _kill_group(self, and_trackers: bool = True) -> None:
+    def _kill_group(self, wait: bool = True) -> None:
         """SIGKILL all processes of the sidecar, and reap it.
 
         Python's resource trackers are left at first: they end by themselves once the others are gone, after they have
-        removed the shared memory that those left behind. Without `and_trackers` they are not waited for.
+        removed the shared memory that those left behind. Without `wait` it is enough that no process computes any more:
+        giving its memory back takes each of them some tenths of a second, and only the pool's pages matter to serving,
+        whose return the file lock shows.
         """
         process = self._process
         if process is None:
@@ -209,8 +212,8 @@ class Supervisor:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             process.poll()
-            if not (others or and_trackers):
-                break
+            if not wait and all(_is_exiting(pid) for pid in others):
+                return
             time.sleep(_POLL_S / 4)
         process.wait()
 
@@ -286,12 +289,25 @@ def _hasten(pgid: int) -> None:
             os.setpriority(os.PRIO_PROCESS, thread, 0)
 
 
-def _stat(pid: int) -> list[str]:
-    """Fields of /proc/PID/stat from the state on (state, parent, group, ...); empty when the process is gone."""
+def _stat(pid: int | str) -> list[str]:
+    """Fields of /proc/PID/stat from the state on (state, parent, group, ...); empty when it is gone.
+
+    `PID/task/TID` gives those of a thread.
+    """
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return []
+
+
+def _is_exiting(pid: int) -> bool:
+    """Whether no thread of a process will execute an instruction of its program again."""
+    try:
+        threads = os.listdir(f"/proc/{pid}/task")
+    except OSError:
+        return True
+    fields = (_stat(f"{pid}/task/{thread}") for thread in threads)
+    return all(not f or f[0] in "ZX" or int(f[6]) & _PF_EXITING for f in fields)
 
 
 def _is_resource_tracker(pid: int) -> bool:
