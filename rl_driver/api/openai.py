@@ -113,6 +113,7 @@ class WorkerState(msgspec.Struct):
     kind: Literal["dedicated", "borrowed"]
     usable: bool
     turns: int
+    tokens: int  # that have come from it
     version: str
     held: bool
     kv_usage: float | None

@@ -4,8 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from tokenizers import Tokenizer
+
+
+def load_tokenizer(model: str) -> Tokenizer:
+    """That of a model's folder, or of its Hugging Face name.
+
+    Raises:
+        ValueError: there is no tokenizer.json.
+    """
+    file = Path(model) / "tokenizer.json"
+    try:
+        return Tokenizer.from_file(str(file)) if Path(model).is_dir() else Tokenizer.from_pretrained(model)
+    except Exception as exc:  # recovery: the library raises bare Exception; the caller says what to do
+        raise ValueError(f"{model} has no tokenizer.json that can be read: {exc}") from None
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,7 @@ class Limits:
 class Sampling:
     """How the policy is sampled. `min_version`: the name of the oldest weights that may answer."""
 
-    model: str
+    model: str | None = None  # None: whatever the engines serve
     temperature: float = 1.0
     min_version: str = ""
 

@@ -85,6 +85,7 @@ class Scheduler:
         self._places: dict[str, Place] = {}
         self._ended_s: deque[float] = deque(maxlen=_RATE_WINDOW)
         self._tokens: dict[str, int] = {}  # by worker, since it was looked at last
+        self._tokens_before: dict[str, int] = {}  # by worker, until then
         self._looked_s = clock()
 
     # ---- turns
@@ -175,11 +176,16 @@ class Scheduler:
         if now_s - self._looked_s >= _OBSERVE_S:
             for worker_id, tokens in self._tokens.items():
                 self._policy.observe(worker_id, tokens / (now_s - self._looked_s))
+                self._tokens_before[worker_id] = self._tokens_before.get(worker_id, 0) + tokens
             self._tokens.clear()
             self._looked_s = now_s
         for turn_id in self._policy.migrations():
             if place := self._places.get(turn_id):
                 place.move("moved to a worker with less to do")
+
+    def tokens_of(self, worker_id: str) -> int:
+        """Tokens that a worker has made so far."""
+        return self._tokens_before.get(worker_id, 0) + self._tokens.get(worker_id, 0)
 
     def load_of(self, worker_id: str) -> int:
         """Turns that a worker has."""

@@ -290,6 +290,7 @@ class Proxy:
                 m.kind,
                 m.listed is not None and m.listed.eligible,
                 self.scheduler.load_of(m.url),
+                self.scheduler.tokens_of(m.url),
                 m.version,
                 m.held,
                 m.usage,

@@ -46,7 +46,8 @@ class Learner:
 
     def __init__(self, model: torch.nn.Module, config: LearnerConfig) -> None:
         self.config = config
-        self.version = 0  # optimiser steps so far
+        self.version = 0  # of the weights, as samplers know it: RL steps, each of which may be several optimiser steps
+        self.updates = 0  # optimiser steps
         self._ranks = dist.get_world_size() if dist.is_initialized() else 1
         self.model = model.float()
         if self._ranks > 1:
@@ -120,12 +121,12 @@ class Learner:
                 parameter.grad.div_(count)
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.gradient_clip)
         for group in self._optimizer.param_groups:
-            warmth = min(1.0, (self.version + 1) / (self.config.warmup_steps + 1))
+            warmth = min(1.0, (self.updates + 1) / (self.config.warmup_steps + 1))
             group["lr"] = self.config.learning_rate * warmth
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         self._sums.zero_()
-        self.version += 1
+        self.updates += 1
         norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
         return {
             "loss": loss / count,
@@ -160,14 +161,20 @@ class Learner:
         """Write weights, the optimiser's state and `extra` (JSON-like) with torch DCP. Raises OSError."""
         model, optimizer = get_state_dict(self.model, self._optimizer)
         dcp.save(
-            {"model": model, "optimizer": optimizer, "version": self.version, "extra": json.dumps(extra)},
+            {
+                "model": model,
+                "optimizer": optimizer,
+                "version": self.version,
+                "updates": self.updates,
+                "extra": json.dumps(extra),
+            },
             checkpoint_id=folder,
         )
 
     def load(self, folder: Path) -> dict[str, Any]:
         """Read what `save` has written, also by another number of ranks; returns `extra`."""
         model, optimizer = get_state_dict(self.model, self._optimizer)
-        state: dict[str, Any] = {"model": model, "optimizer": optimizer, "version": 0, "extra": ""}
+        state: dict[str, Any] = {"model": model, "optimizer": optimizer, "version": 0, "updates": 0, "extra": ""}
         dcp.load(state, checkpoint_id=folder)
         set_state_dict(
             self.model,
@@ -176,7 +183,7 @@ class Learner:
             optim_state_dict=state["optimizer"],
             options=StateDictOptions(strict=True),
         )
-        self.version = int(state["version"])
+        self.version, self.updates = int(state["version"]), int(state["updates"])
         return json.loads(state["extra"])
 
 

@@ -160,7 +160,7 @@ def test_micro_batches_make_the_same_step_as_one_batch(aggregate):
     a, b = one.step(), many.step()
     assert a["loss"] == pytest.approx(b["loss"], abs=1e-6) and a["tokens"] == b["tokens"]
     torch.testing.assert_close(parameters(one), parameters(many), atol=1e-4, rtol=1e-3)
-    assert a["log_ratio_abs_mean"] < 1e-5 and one.version == 1
+    assert a["log_ratio_abs_mean"] < 1e-5 and one.updates == 1
 
 
 @pytest.mark.slow
@@ -223,7 +223,7 @@ def test_a_checkpoint_goes_on_where_it_was(tmp_path):
     learner.step()
     learner.save(tmp_path / "c", {"step": 7, "names": ["a"]})
     other = Learner(tiny_model(seed=5), config())
-    assert other.load(tmp_path / "c") == {"step": 7, "names": ["a"]} and other.version == 1
+    assert other.load(tmp_path / "c") == {"step": 7, "names": ["a"]} and other.updates == 1
     for one in (learner, other):
         one.add(samples)
         one.step()

@@ -1,0 +1,125 @@
+"""The job's actors on Ray: a cluster that is there (`RAY_ADDRESS`), or a local one that ends with the job."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from rl_driver.api.train_config import TrainConfig
+from rl_driver.policy.staleness import Staleness
+from rl_driver.roles.environments import EnvironmentRole, GroupOrder
+from rl_driver.roles.learner import LearnerRole
+from rl_driver.roles.proxy_process import ProxyHandle
+from rl_driver.training.samples import Sample
+from vllm_coserve.api.errors import ConfigurationError
+
+logger = logging.getLogger("coserve.train")
+
+_OBJECT_STORE_BYTES = 200 << 20
+_PUBLISH_BOUND_S = 150.0
+_RESTARTS = 3  # of an environment worker
+
+
+@contextlib.contextmanager
+def running_actors(config: TrainConfig, proxy: ProxyHandle) -> Iterator[Actors]:
+    """Connect to Ray, or start it, and have the actors there until the block ends.
+
+    Raises:
+        ConfigurationError: Ray cannot be reached or started.
+    """
+    import ray
+
+    address = os.environ.get("RAY_ADDRESS")
+    local = {} if address else {"include_dashboard": False, "object_store_memory": _OBJECT_STORE_BYTES}
+    try:
+        ray.init(address=address, log_to_driver=False, logging_level=logging.WARNING, **local)
+    except Exception as exc:  # recovery: Ray raises many kinds of errors here; the user can mend the address
+        raise ConfigurationError(f"Ray at {address or 'this machine'} cannot be used: {exc}") from None
+    try:
+        yield Actors(config, proxy)
+    finally:
+        ray.shutdown()
+
+
+class Actors:
+    """Calls of the learner and the environment workers."""
+
+    def __init__(self, config: TrainConfig, proxy: ProxyHandle) -> None:
+        import ray
+
+        self._get, self._config = ray.get, config
+        text = config.model_dump_json()
+        gpus = 1 if ray.cluster_resources().get("GPU") else 0
+        self._learner = ray.remote(LearnerRole).options(num_cpus=0, num_gpus=gpus).remote(text)
+        role = ray.remote(EnvironmentRole).options(
+            num_cpus=0, max_concurrency=config.sampling.concurrency, max_restarts=_RESTARTS
+        )
+        count = config.sampling.environment_workers
+        environments = [role.remote(text, proxy.url, proxy.key) for _ in range(count)]
+        self._environments = itertools.cycle(environments)
+
+    def play(self, order: GroupOrder) -> Any:
+        """Have a group played; returns Ray's reference to it."""
+        return next(self._environments).play.remote(order)
+
+    def restore(self) -> dict[str, Any] | None:
+        """See `LearnerRole`."""
+        return self._get(self._learner.restore.remote())
+
+    def train(self, samples: Sequence[Sample]) -> None:
+        """See `LearnerRole.add`."""
+        self._get(self._learner.add.remote(list(samples)))
+
+    def update(self) -> dict[str, float]:
+        """See `LearnerRole.step`."""
+        return self._get(self._learner.step.remote())
+
+    def end_step(self) -> int:
+        """See `LearnerRole`."""
+        return self._get(self._learner.end_step.remote())
+
+    def checkpoint(self, step: int, extra: dict[str, Any]) -> bool:
+        """See `LearnerRole`."""
+        return self._get(self._learner.checkpoint.remote(step, extra))
+
+    def publisher(self, proxy: ProxyHandle, prefix: str, staleness: Staleness) -> Publisher:
+        """Brings the learner's weights to the engines, under names that begin with `prefix`."""
+        keep = staleness.bound + 2
+        return Publisher(lambda: self._get(self._learner.publish.remote(keep)), proxy, prefix)
+
+
+class Publisher:
+    """Publishes in the background, one version at a time."""
+
+    def __init__(self, put: Any, proxy: ProxyHandle, prefix: str) -> None:
+        """`put` puts the weights into a relay and returns where they are."""
+        self._put, self._proxy, self._prefix = put, proxy, prefix
+        self._thread: threading.Thread | None = None
+
+    def publish(self) -> None:
+        """Put the learner's present weights into the relay, and begin to have the engines take them."""
+        self.wait()
+        body = self._put() | {"prefix": self._prefix}
+        self._thread = threading.Thread(target=self._spread, args=(body,), name="coserve-publish")
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Until the engines that are up have what was published, or could not get it."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def _spread(self, body: dict[str, Any]) -> None:
+        try:
+            state = self._proxy.call("POST", "/coserve/v1/weights", body, _PUBLISH_BOUND_S)
+        except OSError as exc:  # the proxy has them, or asks for nothing: the next version will do
+            logger.warning("weights %d were not published: %s", body["version"], exc)
+            return
+        for worker in state["workers"]:
+            if worker["wrong"]:
+                logger.warning("%s: %s", worker["url"], worker["wrong"])

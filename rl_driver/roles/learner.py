@@ -1,0 +1,79 @@
+"""The learner as an actor: trains, publishes weights through a relay of its own, writes checkpoints."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rl_driver.api.train_config import TrainConfig
+from rl_driver.training.checkpoints import Checkpoints
+from rl_driver.training.learner import Learner, LearnerConfig
+from rl_driver.training.losses import Clip
+from rl_driver.training.samples import Sample
+from vllm_coserve.weights.relay import Relay, RelayClient
+from vllm_coserve.weights.snapshot import publish
+
+
+class LearnerRole:
+    """One per job. Its methods are called one after the other."""
+
+    def __init__(self, config_json: str) -> None:
+        from transformers import AutoModelForCausalLM
+
+        self._config = TrainConfig.model_validate_json(config_json)
+        model = AutoModelForCausalLM.from_pretrained(self._config.model)
+        self._learner = Learner(model, learner_config(self._config))
+        self._checkpoints = Checkpoints(Path(self._config.out) / "checkpoints", self._config.checkpoint.keep)
+        self._key = secrets.token_urlsafe(16)
+        self._relay = Relay(key=self._key)
+        self._client = RelayClient(self._relay.url, self._key)
+
+    def restore(self) -> dict[str, Any] | None:
+        """Go on from the newest checkpoint; returns what was saved with it, None where there is none."""
+        return self._checkpoints.restore(self._learner)
+
+    def add(self, samples: Sequence[Sample]) -> None:
+        """Add the gradients of samples to those of the next step."""
+        self._learner.add(samples)
+
+    def step(self) -> dict[str, float]:
+        """One optimiser step; returns its figures."""
+        return self._learner.step()
+
+    def end_step(self) -> int:
+        """The RL step is over; returns the number of the weights that it has made."""
+        self._learner.version += 1
+        return self._learner.version
+
+    def publish(self, keep: int) -> dict[str, Any]:
+        """Put the weights into the relay, and forget all but the newest `keep` versions; returns where they are."""
+        version = self._learner.version
+        publish(self._client, version, self._learner.weights())
+        for old in self._client.versions()[:-keep]:
+            self._client.delete(old)
+        return {"url": self._relay.url, "version": version, "key": self._key}
+
+    def checkpoint(self, step: int, extra: dict[str, Any]) -> bool:
+        """Write a checkpoint; False where that could not be done."""
+        return self._checkpoints.write(self._learner, step, extra)
+
+
+def learner_config(config: TrainConfig) -> LearnerConfig:
+    """The learner's part of a job's configuration."""
+    algorithm, optimizer = config.algorithm, config.optimizer
+    return LearnerConfig(
+        learning_rate=optimizer.learning_rate,
+        betas=(optimizer.beta1, optimizer.beta2),
+        weight_decay=optimizer.weight_decay,
+        warmup_steps=optimizer.warmup_steps,
+        gradient_clip=optimizer.gradient_clip,
+        clip=Clip(algorithm.clip_low, algorithm.clip_high),
+        aggregate=algorithm.aggregate,
+        importance_cap=algorithm.importance_cap,
+        entropy_bonus=algorithm.entropy_bonus,
+        micro_batch_tokens=optimizer.micro_batch_tokens,
+        bf16=optimizer.bf16,
+        temperature=config.sampling.temperature,
+    )
