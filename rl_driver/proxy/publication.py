@@ -8,7 +8,7 @@ from typing import Any
 from rl_driver.api.openai import Publication
 from rl_driver.policy.routing import Kind
 
-_PULL_BOUND_S = 600.0
+_PULL_BOUND_S = 750.0  # more than an engine's own bound
 _SWITCH_BOUND_S = 60.0
 
 Call = Callable[..., Awaitable[bytes]]  # (method, path, body=None, bound_s=None, **query), to one worker

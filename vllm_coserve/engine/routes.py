@@ -20,6 +20,7 @@ from vllm_coserve.control.registration import HeldByAnotherError, Registration
 from vllm_coserve.control.words import Bell, Word
 from vllm_coserve.engine.event_stream import EVENT_ID, parse_cursor, stream
 from vllm_coserve.engine.install import LOAD_WEIGHTS, PULL_WEIGHTS
+from vllm_coserve.engine.rollout_weights import PULL_BOUND_S
 from vllm_coserve.engine.status import read_status, read_turns
 
 if TYPE_CHECKING:
@@ -183,15 +184,16 @@ def _conflicts() -> Iterator[None]:
 
 
 async def _load_weights(engine_client: Any, body: WeightsRequest) -> None:
-    core = engine_client.engine_core
+    core, bound_s = engine_client.engine_core, _WEIGHTS_BOUND_S
     if (relay := body.relay) is not None:
         call = core.call_utility_async(PULL_WEIGHTS, relay.url, relay.key, relay.version, body.version)
+        bound_s += PULL_BOUND_S
     else:
         call = core.call_utility_async(LOAD_WEIGHTS, body.path, body.version)
     try:
-        wrong = await asyncio.wait_for(call, _WEIGHTS_BOUND_S)
+        wrong = await asyncio.wait_for(call, bound_s)
     except TimeoutError:
-        raise HTTPException(503, f"the weights were not loaded within {_WEIGHTS_BOUND_S:.0f} s") from None
+        raise HTTPException(503, f"the weights were not loaded within {bound_s:.0f} s") from None
     if wrong:
         raise HTTPException(409, wrong)
 

@@ -18,7 +18,6 @@ from vllm_coserve.control.block import ControlBlock
 from vllm_coserve.control.words import Bell, Word
 from vllm_coserve.engine.checkpoint import difference, known_shapes
 from vllm_coserve.engine.relayed_weights import RelayedWeights
-from vllm_coserve.weights.store import RelayError
 
 _FREED_FROM_BYTES = 64 << 10  # smaller parameters stay: some of them (scales) are in no checkpoint
 _SCHED_IDLE = getattr(os, "SCHED_IDLE", 5)
@@ -62,7 +61,7 @@ def begin_pull(worker: Any, number: int, url: str, key: str, version: int) -> No
     """
     from vllm_coserve.engine.install import installed_block
 
-    block, known = installed_block(), known_shapes(worker.vllm_config.model_config.model)
+    block, model = installed_block(), worker.vllm_config.model_config.model
     _LATEST_PULL[:] = [number]
 
     def run() -> None:
@@ -70,8 +69,8 @@ def begin_pull(worker: Any, number: int, url: str, key: str, version: int) -> No
             os.sched_setscheduler(0, _SCHED_IDLE, os.sched_param(0))
         source = RelayedWeights(url, key, version)
         try:
-            pulled: _Pulled = source, source.read(known)
-        except (RelayError, ValueError) as exc:
+            pulled: _Pulled = source, source.read(known_shapes(model))
+        except Exception as exc:  # recovery: whatever it is, the old weights stay in use and the caller is told
             pulled = source, f"version {version} of {url} could not be read: {exc}"
         if number != _LATEST_PULL[0]:  # given up for a newer one
             return
