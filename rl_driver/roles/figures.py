@@ -61,18 +61,20 @@ class Figures:
             "tokens_per_s_dedicated": tokens.get("dedicated", 0) / seconds,
             "tokens_per_s_borrowed": tokens.get("borrowed", 0) / seconds,
         }
-        for key in self._updates[0] if self._updates else ():
-            figures[key] = sum(u[key] for u in self._updates) / len(self._updates)
+        for key in sorted({key for update in self._updates for key in update}):
+            values = [u[key] for u in self._updates if key in u]
+            figures[key] = sum(values) / len(values)
         with self._lines.open("a") as out:
             out.write(json.dumps({"step": self._step, "time_s": time.time(), **figures}) + "\n")
         for key, value in figures.items():
             self._board.add_scalar(key, value, self._step)
             self._gauge.labels(key).set(value)
         self._board.flush()
+        apart = figures.get("sampler_log_ratio_abs_mean", float("nan"))
         return (
             f"step {self._step}: reward {figures['reward_mean']:.3f}, {seconds:.1f} s, tokens/s "
             f"{figures['tokens_per_s_dedicated']:.0f} dedicated and {figures['tokens_per_s_borrowed']:.0f} borrowed, "
-            f"staleness {figures['staleness_mean']:.1f}, |log ratio| {figures.get('log_ratio_abs_mean', 0):.4f}"
+            f"staleness {figures['staleness_mean']:.1f}, |log ratio| {apart:.4f}"
         )
 
     def _worker_tokens(self) -> dict[str, int]:

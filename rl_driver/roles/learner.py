@@ -44,8 +44,7 @@ class LearnerRole:
 
     def end_step(self) -> int:
         """The RL step is over; returns the number of the weights that it has made."""
-        self._learner.version += 1
-        return self._learner.version
+        return self._learner.end_step()
 
     def publish(self, keep: int) -> dict[str, Any]:
         """Put the weights into the relay, and forget all but the newest `keep` versions; returns where they are."""

@@ -48,6 +48,7 @@ class Learner:
         self.config = config
         self.version = 0  # of the weights, as samplers know it: RL steps, each of which may be several optimiser steps
         self.updates = 0  # optimiser steps
+        self._version_updates = 0  # those of `version`
         self._ranks = dist.get_world_size() if dist.is_initialized() else 1
         self.model = model.float()
         if self._ranks > 1:
@@ -58,22 +59,28 @@ class Learner:
         )
         self._sums = torch.zeros(len(_SUMS), dtype=torch.float64)
 
+    def end_step(self) -> int:
+        """The RL step is over; returns the number of the weights that it has made."""
+        self.version += 1
+        self._version_updates = self.updates
+        return self.version
+
     # ---- gradients
 
     def add(self, samples: Sequence[Sample]) -> None:
         """Add the gradients of samples to those of the next step, in micro-batches."""
         for group in micro_batches(samples, self.config.micro_batch_tokens):
-            self._backward(Batch.of(group, self.device), any(s.versions[0] != self.version for s in group))
+            self._backward(Batch.of(group, self.device))
 
-    def _backward(self, batch: Batch, stale: bool) -> None:
+    def _backward(self, batch: Batch) -> None:
         config = self.config
         logprobs, entropies = self._logprobs(batch)
         now = logprobs.detach()
         # Stale samples are compared with the policy as it is before this step; how far the sampler was from that is
         # made up for by a truncated weight. The others are compared with the sampler itself.
-        old, weights = batch.sampled, None
-        if stale:
-            old, weights = now, importance_weights(now, batch.sampled, config.importance_cap)
+        stale = (batch.oldest != self.version).unsqueeze(-1)
+        old = torch.where(stale, now, batch.sampled)
+        weights = importance_weights(old, batch.sampled, config.importance_cap)
         losses = token_losses(logprobs, old, batch.advantages, config.clip, weights)
         if config.entropy_bonus:
             losses = losses - config.entropy_bonus * entropies
@@ -83,6 +90,8 @@ class Learner:
         ratio = torch.exp(apart)
         clipped = ((ratio < 1 - config.clip.low) | (ratio > 1 + config.clip.high)) & batch.mask
         tokens = batch.mask.sum()
+        # Where the sampler had the very weights of now, the two must agree, up to rounding.
+        same = batch.mask & ~stale if self.updates == self._version_updates else torch.zeros_like(batch.mask)
         values = [
             total.detach(),
             count,
@@ -90,6 +99,8 @@ class Learner:
             apart.abs().sum(),
             clipped.sum(),
             (entropies.detach() * batch.mask).sum(),
+            (apart.abs() * same).sum(),
+            same.sum(),
         ]
         self._sums += torch.stack([v.double().cpu() for v in values])
 
@@ -107,18 +118,20 @@ class Learner:
     def step(self) -> dict[str, float]:
         """Apply what was added; returns figures of these samples.
 
+        `sampler_log_ratio_abs_mean` is there where some were made by the very weights that they met here.
+
         Raises:
             ValueError: nothing was added.
         """
         sums = self._sums.clone()
         if self._ranks > 1:
             dist.all_reduce(sums)
-        loss, count, tokens, apart, clipped, entropy = sums.tolist()
+        loss, count, tokens, apart, clipped, entropy, same_apart, same = sums.tolist()
         if not count:
             raise ValueError("no sample was added since the last step")
         for parameter in self.model.parameters():
             if parameter.grad is not None:
-                parameter.grad.div_(count)
+                parameter.grad.mul_(self._ranks / count)  # FSDP has averaged them over the ranks
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.gradient_clip)
         for group in self._optimizer.param_groups:
             warmth = min(1.0, (self.updates + 1) / (self.config.warmup_steps + 1))
@@ -127,6 +140,7 @@ class Learner:
         self._optimizer.zero_grad(set_to_none=True)
         self._sums.zero_()
         self.updates += 1
+        agreement = {"sampler_log_ratio_abs_mean": same_apart / same} if same else {}
         norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
         return {
             "loss": loss / count,
@@ -135,6 +149,7 @@ class Learner:
             "clipped_share": clipped / max(1.0, tokens),
             "entropy": entropy / max(1.0, tokens),
             "gradient_norm": float(norm),
+            **agreement,
         }
 
     @torch.no_grad()
@@ -184,20 +199,18 @@ class Learner:
             options=StateDictOptions(strict=True),
         )
         self.version, self.updates = int(state["version"]), int(state["updates"])
+        self._version_updates = self.updates
         return json.loads(state["extra"])
 
 
-_SUMS = ("loss", "count", "tokens", "apart", "clipped", "entropy")
+_SUMS = ("loss", "count", "tokens", "apart", "clipped", "entropy", "same_apart", "same_tokens")
 
 
 def _shard(model: torch.nn.Module) -> None:
-    """FSDP2, a unit a layer. Gradients are added over the ranks, not averaged: `step` divides by what was counted."""
+    """FSDP2, a unit a layer."""
     from torch.distributed.fsdp import fully_shard
 
     layers = getattr(getattr(model, "model", model), "layers", [])
     for layer in layers:
         fully_shard(layer)
     fully_shard(model)
-    for module in model.modules():
-        if hasattr(module, "set_gradient_divide_factor"):
-            module.set_gradient_divide_factor(1.0)

@@ -62,9 +62,10 @@ def samples_of(trajectory: Trajectory, advantage: float) -> list[Sample]:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Samples side by side, padded on the right. All [batch, tokens] but `advantages` [batch].
+    """Samples side by side, padded on the right. All [batch, tokens] but `advantages` and `oldest` [batch].
 
-    `sampled` and `mask` speak of the token at their place; place 0 is never an output.
+    `sampled` (logprobs) and `mask` speak of the token at their place; place 0 is never an output. `oldest` is the
+    version of the oldest weights that made some of a sample.
     """
 
     token_ids: Tensor
@@ -72,6 +73,7 @@ class Batch:
     mask: Tensor
     sampled: Tensor
     advantages: Tensor
+    oldest: Tensor
 
     @classmethod
     def of(cls, samples: Sequence[Sample], device: torch.device | str = "cpu") -> Batch:
@@ -86,7 +88,8 @@ class Batch:
             mask[row, sample.outputs] = True
             sampled[row, sample.outputs] = torch.tensor(sample.logprobs)
         advantages = torch.tensor([s.advantage for s in samples])
-        return cls(*(t.to(device) for t in (token_ids, attention, mask, sampled, advantages)))
+        oldest = torch.tensor([s.versions[0] for s in samples])
+        return cls(*(t.to(device) for t in (token_ids, attention, mask, sampled, advantages, oldest)))
 
 
 def micro_batches(samples: Iterable[Sample], tokens_max: int) -> Iterator[list[Sample]]:

@@ -72,7 +72,7 @@ def make_policy(task: Task, out: Path, skill: float, batches: int, seed: int = 0
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=FRAME.stop, pad_token=_SPECIAL[0]).save_pretrained(
         out
     )
-    return float(loss)
+    return float(loss.detach())
 
 
 def demonstration(

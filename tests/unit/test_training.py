@@ -160,7 +160,10 @@ def test_micro_batches_make_the_same_step_as_one_batch(aggregate):
     a, b = one.step(), many.step()
     assert a["loss"] == pytest.approx(b["loss"], abs=1e-6) and a["tokens"] == b["tokens"]
     torch.testing.assert_close(parameters(one), parameters(many), atol=1e-4, rtol=1e-3)
-    assert a["log_ratio_abs_mean"] < 1e-5 and one.updates == 1
+    assert a["sampler_log_ratio_abs_mean"] < 1e-5 and one.updates == 1
+    one.add(samples)
+    assert "sampler_log_ratio_abs_mean" not in one.step()  # these are other weights
+    assert one.end_step() == 1
 
 
 @pytest.mark.slow
