@@ -3,29 +3,14 @@
 from __future__ import annotations
 
 from typing import Annotated, Literal
-from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from vllm_coserve.api.errors import ConfigurationError
+from vllm_coserve.api.flags import check_url, wrong_flags
 
 Seconds = Annotated[float, Field(gt=0, le=86_400, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1, le=1 << 20)]
 PolicyName = Literal["turnwise", "turnwise_no_affinity", "pinned", "balanced", "round_robin", "least_loaded"]
-
-
-def check_url(url: str) -> str:
-    """The address of a worker without a slash at its end.
-
-    Raises:
-        ValueError: it is none, or has parts that do not belong there.
-    """
-    parts = urlsplit(url)
-    usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    usable = usable and url.isprintable() and " " not in url and parts.path in ("", "/")
-    if not usable or parts.username or parts.password or parts.query or parts.fragment:
-        raise ValueError(f"{url!r} is no address such as http://127.0.0.1:8000")
-    return url.rstrip("/")
 
 
 class ProxyConfig(BaseModel):
@@ -95,12 +80,4 @@ def parse_proxy_config(values: dict[str, object]) -> ProxyConfig:
     try:
         return ProxyConfig.model_validate(values)
     except ValidationError as exc:
-        lines = []
-        for error in exc.errors():
-            if not error["loc"]:  # flags that contradict each other
-                lines.append(str(error["ctx"]["error"]))
-                continue
-            field = str(error["loc"][0])
-            shown = "" if "key" in field else f" {error.get('input')!r}"
-            lines.append(f"{flag_of(field)}{shown}: {error['msg'].removeprefix('Value error, ')}")
-        raise ConfigurationError("\n".join(lines)) from None
+        raise wrong_flags(exc, flag_of) from None

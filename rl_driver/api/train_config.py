@@ -9,8 +9,9 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from rl_driver.api.proxy_config import ProxyConfig, check_url
+from rl_driver.api.proxy_config import ProxyConfig
 from vllm_coserve.api.errors import ConfigurationError
+from vllm_coserve.api.flags import check_url
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, le=1)]

@@ -25,7 +25,7 @@ from rl_driver.api.openai import (
     WorkerRequest,
     WorkerState,
 )
-from rl_driver.api.proxy_config import ProxyConfig, check_url
+from rl_driver.api.proxy_config import ProxyConfig
 from rl_driver.policy.baselines import POLICIES
 from rl_driver.policy.routing import Turn
 from rl_driver.policy.versions import version_number
@@ -43,6 +43,7 @@ from rl_driver.proxy.scheduler import QueueLimits, Scheduler
 from rl_driver.proxy.upstream import RefusedError
 from rl_driver.store.base import ConflictError
 from vllm_coserve.api.errors import ConfigurationError
+from vllm_coserve.api.flags import check_url
 
 logger = logging.getLogger("coserve.proxy")
 

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from vllm_coserve.api.errors import ConfigurationError
+from vllm_coserve.api.flags import wrong_flags
 
 Policy = Literal["dual", "ttft", "tpot", "none"]
 Role = Literal["collocated", "prefill", "decode"]
@@ -112,14 +112,7 @@ def parse_config(values: dict[str, object]) -> CoserveConfig:
     try:
         return CoserveConfig.model_validate(values)
     except ValidationError as exc:
-        lines = []
-        for error in exc.errors():
-            if not error["loc"]:  # flags that contradict each other
-                lines.append(str(error["ctx"]["error"]))
-                continue
-            field = str(error["loc"][0])
-            lines.append(f"{flag_of(field)} {error.get('input')!r}: {error['msg']} ({describe(field)})")
-        raise ConfigurationError("\n".join(lines)) from None
+        raise wrong_flags(exc, flag_of, describe) from None
 
 
 def describe(field: str) -> str:

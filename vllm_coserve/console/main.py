@@ -12,9 +12,9 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from importlib.metadata import EntryPoint, entry_points
-from urllib.parse import urlsplit
 
 from vllm_coserve.api.errors import ConfigurationError
+from vllm_coserve.api.flags import check_url
 
 _GROUP = "coserve.commands"
 
@@ -31,15 +31,9 @@ def _seconds(text: str) -> float:
 
 def _url(text: str) -> str:
     try:
-        parts = urlsplit(text)
-        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-        usable = usable and text.isprintable() and " " not in text
-        usable = usable and not (parts.username or parts.password or parts.query or parts.fragment)
-    except ValueError:
-        usable = False
-    if not usable:
-        raise argparse.ArgumentTypeError(f"{text!r} is no address such as http://127.0.0.1:8100")
-    return text.rstrip("/")
+        return check_url(text, with_path=True)
+    except ValueError as exc:
+        raise argparse.ArgumentTypeError(str(exc)) from None
 
 
 def _status(args: argparse.Namespace) -> int:
