@@ -36,6 +36,7 @@ from vllm_coserve.demo.servers import Pair
 from vllm_coserve.memory.ledger import Owner
 
 _SAMPLE_S = 10.0
+_BACK_S = 150.0  # a killed sidecar is back by then
 
 
 def second_checkpoint() -> Path:
@@ -73,6 +74,7 @@ class Soak:
         self.samples: list[dict[str, Any]] = []
         self.kills: list[dict[str, Any]] = []
         self.updates = self.updates_refused = 0
+        self.wrong: list[str] = []  # what ended a part of the soak early
 
     async def run(self, pair: Pair) -> TurnLoad:
         """Load, kills and updates until the time is over."""
@@ -93,7 +95,9 @@ class Soak:
             )
         self._done.set()
         load.stop.set()
-        await asyncio.gather(*tasks)
+        for outcome in await asyncio.gather(*tasks, return_exceptions=True):
+            if isinstance(outcome, BaseException):
+                self.wrong.append(repr(outcome))
         return load
 
     async def _traffic(self, pair: Pair) -> None:
@@ -115,8 +119,10 @@ class Soak:
         return False
 
     async def _kill(self, killer: Killer) -> None:
-        rng = random.Random(self._o.seed)
+        rng, last_s = random.Random(self._o.seed), self._start_s + 60 * self._o.minutes - _BACK_S
         while await self._every(self._o.kill_every_s - (time.monotonic() - self._start_s) % self._o.kill_every_s):
+            if time.monotonic() > last_s:
+                return  # the load would be over before it is back
             self.kills.append(await killer.kill_once(rng.choice(machine.PARTS)))
             print(f"kill {len(self.kills)}: {self.kills[-1]}", flush=True)
 
@@ -229,6 +235,7 @@ def main() -> None:
         "minutes": o.minutes,
         "density": o.density,
         "serving": serving_summary(soak.served, float("nan"), slo),
+        "wrong": soak.wrong,
         "errors": sorted({s.error for s in soak.served if s.error})[:5],
         "kills": soak.kills,
         "pages_usable_ms": summary([k["pages_usable_ms"] for k in soak.kills]),
