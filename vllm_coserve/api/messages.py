@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field
 
 State = Literal["starting", "active", "deactivating", "deactivated"]
 
@@ -124,22 +124,30 @@ class RelaySource(BaseModel):
     key: str = Field("", max_length=200, description="the relay's key, where it has one")
 
 
-class WeightsRequest(BaseModel):
-    """Body of POST /coserve/v1/weights: where the new weights are (`path` or `relay`), and their name."""
+VersionName = Annotated[
+    str, Field(min_length=1, max_length=96, pattern=r"^[\x21-\x7e]+$", description="name of the new weights")
+]
+
+
+class FolderWeights(BaseModel):
+    """Body of POST /coserve/v1/weights: the weights of a checkpoint."""
 
     model_config = ConfigDict(extra="forbid")
 
-    path: str | None = Field(
-        None, min_length=1, max_length=4096, description="folder of safetensors files of the same model"
-    )
-    relay: RelaySource | None = None
-    version: str = Field(min_length=1, max_length=96, pattern=r"^[\x21-\x7e]+$", description="name of the new weights")
+    path: str = Field(min_length=1, max_length=4096, description="folder of safetensors files of the same model")
+    version: VersionName
 
-    @model_validator(mode="after")
-    def _one_source(self) -> WeightsRequest:
-        if (self.path is None) == (self.relay is None):
-            raise ValueError("give either path or relay")
-        return self
+
+class RelayWeights(BaseModel):
+    """Body of POST /coserve/v1/weights: what a relay holds."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    relay: RelaySource
+    version: VersionName
+
+
+WeightsRequest = FolderWeights | RelayWeights
 
 
 class EventRecord(BaseModel):

@@ -14,7 +14,7 @@ from fastapi import APIRouter, Depends, Header, HTTPException, Query, Request
 from fastapi.responses import StreamingResponse
 
 from vllm_coserve.api.context import Context, current_context
-from vllm_coserve.api.messages import Holder, RegisterRequest, Status, Turns, WeightsRequest
+from vllm_coserve.api.messages import Holder, RegisterRequest, RelayWeights, Status, Turns, WeightsRequest
 from vllm_coserve.control.block import ControlBlock
 from vllm_coserve.control.registration import HeldByAnotherError, Registration
 from vllm_coserve.control.words import Bell, Word
@@ -185,7 +185,8 @@ def _conflicts() -> Iterator[None]:
 
 async def _load_weights(engine_client: Any, body: WeightsRequest) -> None:
     core, bound_s = engine_client.engine_core, _WEIGHTS_BOUND_S
-    if (relay := body.relay) is not None:
+    if isinstance(body, RelayWeights):
+        relay = body.relay
         call = core.call_utility_async(PULL_WEIGHTS, relay.url, relay.key, relay.version, body.version)
         bound_s += PULL_BOUND_S
     else:
