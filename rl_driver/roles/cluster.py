@@ -32,6 +32,7 @@ def running_actors(config: TrainConfig, proxy: ProxyHandle) -> Iterator[Actors]:
     Raises:
         ConfigurationError: Ray cannot be reached or started.
     """
+    os.environ.setdefault("RAY_worker_niceness", "0")  # engines on the same machine would starve Ray's default of 15
     import ray
 
     address = os.environ.get("RAY_ADDRESS")

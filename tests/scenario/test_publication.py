@@ -115,6 +115,17 @@ def test_all_engines_use_what_was_published(
     assert any(len(versions) > 1 for versions in seen), f"no rollout went on over an update: {seen}"
 
 
+def test_weights_of_a_relay_that_is_gone_are_those_of_the_folder_after_an_activation(
+    pair: RunningPair, proxy: str, models: tuple[Path, Path]
+) -> None:
+    generation = pair.coserve("GET", "status")["generation"]
+    assert pair.coserve("POST", "deactivate")["state"] == "deactivated"
+    status = pair.coserve("POST", "activate")
+    assert status["state"] == "active" and status["weights"]["version"] == "default"
+    assert status["generation"] == generation
+    assert pair.complete(True, prompt(1, 8), 4)["finish_reason"] == "length"
+
+
 def test_weights_that_cannot_be_used_leave_the_old_ones(pair: RunningPair, dedicated: str, proxy: str) -> None:
     text = prompt(6, 40)
     before = [_logprobs(e, text) for e in (pair.pair.rollout_url, dedicated)]
@@ -122,7 +133,7 @@ def test_weights_that_cannot_be_used_leave_the_old_ones(pair: RunningPair, dedic
         publish(RelayClient(relay.url, _KEY), 3, [("model.norm.weight", torch.ones(3))])
         for version, why in ((3, "lacks"), (4, "404")):
             state = _publish(proxy, relay, version)
-            assert all(w["version"] == "step-2" and why in w["wrong"] for w in state["workers"]), state
+            assert all(w["version"] in ("step-2", "default") and why in w["wrong"] for w in state["workers"]), state
     assert [w["usable"] for w in workers_of(proxy)["workers"]] == [True, True]
     for engine, old in zip((pair.pair.rollout_url, dedicated), before, strict=True):
         assert float((_logprobs(engine, text) - old).abs().max()) < _SAME_NATS

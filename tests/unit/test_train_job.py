@@ -80,7 +80,7 @@ def test_what_is_no_yaml_is_refused(tmp_path, text):
 
 
 def test_mistakes_end_the_command_at_once(tmp_path):
-    command = [sys.executable, "-m", "vllm_coserve.console.main", "train"]
+    command = [sys.executable, "-m", "rl_driver.main"]
 
     def run(*args):
         start = time.monotonic()

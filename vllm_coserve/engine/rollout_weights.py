@@ -57,12 +57,14 @@ class WeightsKeeper:
         block.set(Word.WEIGHTS_PULL, self._pull_number)
         self.loaded = True
         self.can_free = True
+        self._folder_version = ""  # of the folder whose weights were loaded last
 
     def attach(self, core: Any) -> None:
         """The engine core is about to serve, with the weights of the model folder."""
         self._core = core
         self._block.set(Word.WEIGHTS_LOADED, 1)
-        self._publish_version(core.get_weight_version())
+        self._folder_version = core.get_weight_version()
+        self._publish_version(self._folder_version)
         self._announce()
 
     @property
@@ -159,13 +161,21 @@ class WeightsKeeper:
             self.loaded, self.can_free = bool(wrong), not wrong
         elif job.kind == "restore":
             self.loaded = True
+            if wrong:  # those that a relay had are gone with it
+                logger.warning("coserve: %s; the rollout engine goes on with weights %s", wrong, self._folder_version)
+                self._use(self._folder_version)
         elif not wrong:
-            self._core.set_weight_version(job.version)
-            self._publish_version(job.version)
-            self._announce()
-            self._on_new_version()
+            if job.kind == "load":
+                self._folder_version = job.version
+            self._use(job.version)
         self._block.set(Word.WEIGHTS_LOADED, int(self.loaded))
         job.answer.set_result(wrong)
+
+    def _use(self, version: str) -> None:
+        self._core.set_weight_version(version)
+        self._publish_version(version)
+        self._announce()
+        self._on_new_version()
 
     def _publish_version(self, version: str) -> None:
         self._block.set_note(Note.WEIGHT_VERSION, version)

@@ -31,6 +31,8 @@ _SIZES = "coserve_weight_bytes"  # attribute of the model while its weights are 
 def run_job(worker: Any, number: int, kind: str, path: str) -> str:
     """Do one job on the worker's weights; returns "" or what went wrong, in which case the old weights are in use.
 
+    For "restore" that means: those of the folder that was loaded last are.
+
     It raises when the weights can no longer be trusted: the rollout engine must end then.
 
     Args:
@@ -147,11 +149,16 @@ def _restore(worker: Any) -> str:
             if name in sizes:
                 parameter.untyped_storage().resize_(sizes[name])
         delattr(model, _SIZES)
-        if _RELAYED:
-            known = known_shapes(worker.vllm_config.model_config.model)
-            worker.reload_weights(weights_iterator=_RELAYED[0].read(known).items())
-        else:
+        if not _RELAYED:
             worker.reload_weights()
+            return ""
+        try:
+            tensors = _RELAYED[0].read(known_shapes(worker.vllm_config.model_config.model))
+        except Exception as exc:  # recovery: the relay ended with its RL job; those of the folder are still there
+            _RELAYED.clear()
+            worker.reload_weights()
+            return f"the weights in use before are not to be had any more ({exc})"
+        worker.reload_weights(weights_iterator=tensors.items())
     return ""
 
 
