@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.scenario.harness import RunningPair, start_pair
+from tests.scenario.proxy_harness import dedicated_engine
 from vllm_coserve.demo.models import ROLLOUT_SPEC, SERVING_SPEC, ensure_model
 
 _MODELS = Path(__file__).parents[2] / "out" / "models"
@@ -29,3 +30,10 @@ def pair(models: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) ->
     flags = ["--coserve-pool-gib=0.0625", "--coserve-ttft-slo-ms=1500", "--coserve-tpot-slo-ms=200"]
     with start_pair(models, log, [*flags, "--coserve-stall-timeout-s=60", "--api-key=sesame"]) as running:
         yield running
+
+
+@pytest.fixture(scope="module")
+def dedicated(models: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Address of a dedicated engine with the rollout model, one for each module."""
+    with dedicated_engine(models[1], tmp_path_factory.mktemp("dedicated") / "dedicated.log") as (url, _):
+        yield url

@@ -52,12 +52,6 @@ _LOGPROB_NATS = 0.15  # the same token scored in another batch
 
 
 @pytest.fixture(scope="module")
-def dedicated(models: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with dedicated_engine(models[1], tmp_path_factory.mktemp("dedicated") / "dedicated.log") as (url, _):
-        yield url
-
-
-@pytest.fixture(scope="module")
 def proxy(pair: RunningPair, dedicated: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     log = tmp_path_factory.mktemp("proxy") / "proxy.log"
     with running_proxy(log, f"--dedicated={dedicated}", f"--borrowed={pair.pair.rollout_url}") as (url, _):

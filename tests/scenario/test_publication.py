@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.scenario.harness import RunningPair, bearer, prompt, wait_for
-from tests.scenario.proxy_harness import AUTH, dedicated_engine, running_proxy, wait_usable, workers_of
+from tests.scenario.proxy_harness import AUTH, running_proxy, wait_usable, workers_of
 from vllm_coserve.weights.relay import Relay, RelayClient
 from vllm_coserve.weights.snapshot import publish
 
@@ -22,12 +22,6 @@ pytestmark = [pytest.mark.scenario, pytest.mark.timeout(300)]
 
 _KEY = "relay-key"
 _SAME_NATS = 0.1
-
-
-@pytest.fixture(scope="module")
-def dedicated(models: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with dedicated_engine(models[1], tmp_path_factory.mktemp("dedicated") / "dedicated.log") as (url, _):
-        yield url
 
 
 @pytest.fixture(scope="module")
