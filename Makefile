@@ -51,7 +51,7 @@ soak: setup ## half an hour under load, kills and weight updates (TRACE=file.csv
 
 test: lint promtool ## everything that runs without a GPU: lint, then unit, contract and scenario tests
 	@echo "== tests: $(notdir $(SUITES))"
-	@HF_HUB_OFFLINE=1 $(BIN)/python -m pytest $(SUITES) --session-timeout=3600 --durations=10 $(PYTEST_ARGS)
+	@HF_HUB_OFFLINE=1 $(BIN)/python -m pytest $(SUITES) --session-timeout=3600 --durations=10 --tb=short $(PYTEST_ARGS)
 
 promtool: setup
 	@deploy/setup/promtool.sh

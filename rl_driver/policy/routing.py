@@ -215,7 +215,8 @@ class Router:
         if self._overtaken[placed.turn.turn_id] >= _OVERTAKEN_MAX:
             return None
         for turn in islice(self._waiting_for.get(placed.worker_id, {}).values(), _LOOKED_AT):
-            if self._has_room(placed.worker_id, turn):
+            moved = self._last_worker.get(turn.trajectory_id) != placed.worker_id  # with another turn, meanwhile
+            if not moved and self._has_room(placed.worker_id, turn):
                 return Placement(turn, placed.worker_id, "affinity")
         return None
 

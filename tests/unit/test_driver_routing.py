@@ -113,6 +113,17 @@ def test_room_goes_to_who_has_its_prefix_there_but_the_first_in_the_queue_waits_
     assert router.queued == 1
 
 
+def test_a_trajectory_that_went_elsewhere_while_a_turn_of_it_waited_has_no_claim_on_its_old_worker():
+    router = _router(Worker("a", "dedicated", 1))
+    for n, trajectory in enumerate("xxyx"):
+        router.submit(_turn(n, trajectory))
+    router.put_worker(Worker("b", "dedicated", 1))
+    assert [(p.turn.turn_id, p.worker_id) for p in router.place_queued()] == [("turn-1", "b")]
+    router.finish("turn-0")
+    router.finish("turn-1")
+    assert [(p.turn.turn_id, p.worker_id) for p in router.place_queued()] == [("turn-2", "a"), ("turn-3", "b")]
+
+
 def test_a_worker_that_goes_hands_its_turns_back():
     router = _router(Worker("a", "dedicated"), Worker("b", "borrowed"))
     turns = [_turn(i, f"t{i}") for i in range(3)]

@@ -4,6 +4,7 @@ import math
 import os
 import subprocess
 import sys
+from pathlib import Path
 from unittest.mock import MagicMock
 
 import pytest
@@ -18,6 +19,8 @@ from rl_driver.training.learner import Learner
 from rl_driver.training.losses import Clip, add_up, importance_weights, token_losses
 from rl_driver.training.samples import Batch, Sample, micro_batches, samples_of
 from tests.unit.learner_world import config, made_up, parameters, tiny_model
+
+ROOT = Path(__file__).resolve().parents[2]
 
 rewards = st.lists(st.floats(-10, 10), min_size=2, max_size=32)
 
@@ -173,7 +176,7 @@ def test_two_sharded_ranks_make_the_same_steps_as_one(tmp_path):
     out = tmp_path / "two.pt"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     command += ["-m", "tests.unit.learner_world", str(out)]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
     run = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240, check=False)
     assert run.returncode == 0, run.stderr[-3000:]
     two = torch.load(out)
