@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
+import functools
 import json
 import os
 import secrets
@@ -21,9 +21,9 @@ from typing import Any
 
 from rl_driver.api.train_config import TrainConfig
 from vllm_coserve.api.errors import ConfigurationError
+from vllm_coserve.api.parent import die_with_parent
 
 _START_BOUND_S, _STOP_BOUND_S = 30.0, 15.0
-_PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,17 +65,9 @@ def running_proxy(config: TrainConfig, out: Path) -> Iterator[ProxyHandle]:
     env = {**os.environ, "COSERVE_API_KEY": key}
     if workers.api_key:
         env["COSERVE_WORKER_API_KEY"] = workers.api_key
-    parent = os.getpid()
-
-    def die_with_parent() -> None:
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
-        if os.getppid() != parent:
-            os._exit(1)
-
+    end_with_me = functools.partial(die_with_parent, os.getpid(), signal.SIGTERM)
     with log.open("ab") as output:
-        process = subprocess.Popen(
-            command, env=env, stdout=output, stderr=subprocess.STDOUT, preexec_fn=die_with_parent
-        )
+        process = subprocess.Popen(command, env=env, stdout=output, stderr=subprocess.STDOUT, preexec_fn=end_with_me)
     try:
         _await(process, url, log)
         yield ProxyHandle(url, key, process)

@@ -3,7 +3,8 @@
     python -m tests.bench.driver_faults [--faults 20]
 
 In turn: a part of the borrowed engine is killed, its core is stopped for some seconds, its owner takes everything back
-(deactivate), the way to it is cut; then the dedicated engine and the proxy are killed once each.
+(deactivate), the network between it and the proxy is cut (the proxy runs in a namespace of its own, so this needs
+root); then the dedicated engine and the proxy are killed once each.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Any
 from rl_driver.store.sqlite import SqliteStore
 from tests.bench import machine, results
 from tests.scenario.harness import KEY, start_pair
+from tests.scenario.namespace import Link, namespace
 from tests.scenario.proxy_harness import Framework, Relay, Users, dedicated_engine, running_proxy, wait_usable
 from vllm_coserve.demo.models import ROLLOUT_SPEC, SERVING_SPEC, ensure_model
 from vllm_coserve.demo.run import free_port
@@ -32,8 +34,8 @@ _BACK_BOUND_S = 180.0
 class Faults:
     """What is done to the borrowed engine."""
 
-    def __init__(self, pair: Any, relay: Relay, rng: random.Random) -> None:
-        self._pair, self._relay, self._rng = pair, relay, rng
+    def __init__(self, pair: Any, way: Link, rng: random.Random) -> None:
+        self._pair, self._way, self._rng = pair, way, rng
         self.kinds = (self.kill, self.stop, self.take_back, self.partition)
 
     def kill(self) -> str:
@@ -62,9 +64,9 @@ class Faults:
 
     def partition(self) -> str:
         """Nothing arrives any more, and nobody is told."""
-        self._relay.cut = True
+        self._way.cut = True
         time.sleep(_PAUSE_S)
-        self._relay.cut = False
+        self._way.cut = False
         return "partitioned"
 
 
@@ -75,22 +77,28 @@ def measure(o: argparse.Namespace) -> dict[str, Any]:
     store, port = machine.OUT / "driver_faults.sqlite", free_port()
     for old in machine.OUT.glob("driver_faults.sqlite*"):
         old.unlink()
-    proxy_url, log = f"http://127.0.0.1:{port}", machine.OUT / "driver_faults_proxy.log"
+    log = machine.OUT / "driver_faults_proxy.log"
     flags = ["--coserve-pool-gib=0.0625", "--coserve-ttft-slo-ms=1500", "--coserve-tpot-slo-ms=200", f"--api-key={KEY}"]
     done: list[dict[str, Any]] = []
     with contextlib.ExitStack() as stack:
         pair = stack.enter_context(start_pair(models, machine.OUT / "driver_faults_pair.log", flags))  # type: ignore[arg-type]
         machine.place(pair.pair.process.pid, DEVICE_CORE)
         url, engine = stack.enter_context(dedicated_engine(models[1], machine.OUT / "driver_faults_dedicated.log"))
-        relay = Relay(int(pair.pair.rollout_url.rpartition(":")[2]))
-        stack.callback(relay.close)
-        proxy_flags = [f"--dedicated={url}", f"--borrowed={relay.url}", f"--store={store}", "--lost-after-s=2"]
-        _, proxy = stack.enter_context(running_proxy(log, *proxy_flags, port=port))
+        far = stack.enter_context(namespace(2))
+        near, borrowed = far.links
+        # Engines listen on the loopback device, which the namespace does not see.
+        relays = [Relay(int(a.rpartition(":")[2]), w.here) for a, w in ((url, near), (pair.pair.rollout_url, borrowed))]
+        for relay in relays:
+            stack.callback(relay.close)
+        proxy_flags = [f"--dedicated={relays[0].url}", f"--borrowed={relays[1].url}", f"--store={store}"]
+        proxy_flags.append("--lost-after-s=2")
+        place: dict[str, Any] = {"port": port, "host": near.there, "enter": far.enter}
+        proxy_url, proxy = stack.enter_context(running_proxy(log, *proxy_flags, **place))
         wait_usable(proxy_url, 2, 60)
         users, framework = Users(pair), Framework(proxy_url, 20)
         stack.callback(users.stop)
         stack.callback(framework.stop)
-        faults = Faults(pair, relay, random.Random(o.seed))
+        faults = Faults(pair, borrowed, random.Random(o.seed))
         for number in range(o.faults):
             turns, what = len(framework.turns), faults.kinds[number % len(faults.kinds)]()
             back_s = wait_usable(proxy_url, 2, _BACK_BOUND_S)
@@ -99,7 +107,7 @@ def measure(o: argparse.Namespace) -> dict[str, Any]:
             time.sleep(1)
         proxy.kill()
         proxy.wait()
-        stack.enter_context(running_proxy(log, *proxy_flags, port=port))
+        stack.enter_context(running_proxy(log, *proxy_flags, **place))
         done.append({"fault": "proxy killed and started again", "back_s": None, "turns_meanwhile": None})
         wait_usable(proxy_url, 2, 60)
         time.sleep(2)

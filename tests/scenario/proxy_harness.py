@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,11 +34,14 @@ def dedicated_engine(model: Path, log: Path, *flags: str) -> Iterator[tuple[str,
 
 
 @contextlib.contextmanager
-def running_proxy(log: Path, *flags: str, port: int | None = None) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
-    """`coserve proxy`: (address, process)."""
+def running_proxy(
+    log: Path, *flags: str, port: int | None = None, host: str = "127.0.0.1", enter: Sequence[str] = ()
+) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+    """`coserve proxy`, in the namespace that the command `enter` enters: (address, process)."""
     port = port or free_port()
-    url = f"http://127.0.0.1:{port}"
-    command = [sys.executable, "-m", "vllm_coserve.console.main", "proxy", f"--port={port}", "--poll-s=0.2", *flags]
+    url = f"http://{host}:{port}"
+    command = [*enter, sys.executable, "-m", "vllm_coserve.console.main", "proxy", f"--port={port}", f"--host={host}"]
+    command += ["--poll-s=0.2", *flags]
     env = {"COSERVE_WORKER_API_KEY": KEY, "COSERVE_API_KEY": "proxy-key"}
     with running_server(command, [url], log, env, bound_s=60) as process:
         yield url, process
@@ -62,11 +65,11 @@ def wait_usable(url: str, count: int, bound_s: float = 60) -> float:
 
 
 class Relay:
-    """A way to a worker that can be cut without anybody being told: packets go nowhere, as in a partition."""
+    """A way to a worker that can be cut without anybody being told: bytes go nowhere, as in a partition."""
 
-    def __init__(self, target_port: int) -> None:
-        self._target, self.cut, self._listener = target_port, False, socket.create_server(("127.0.0.1", 0))
-        self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+    def __init__(self, target_port: int, host: str = "127.0.0.1") -> None:
+        self._target, self.cut, self._listener = target_port, False, socket.create_server((host, 0))
+        self.url = f"http://{host}:{self._listener.getsockname()[1]}"
         threading.Thread(target=self._accept, daemon=True).start()
 
     def _accept(self) -> None:

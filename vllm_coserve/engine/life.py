@@ -1,31 +1,13 @@
-"""No process outlives its parent: what a co-serving pair starts, ends with it."""
+"""What a co-serving pair leaves in the file system ends with it."""
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import os
 import shutil
-import signal
 import subprocess
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-
-_PR_SET_PDEATHSIG = 1
-
-
-def die_with_parent(owner_pid: int) -> None:
-    """Have the kernel SIGKILL this process when its parent ends, even by SIGKILL.
-
-    Call it first thing in a child of a pair. `owner_pid` is the `vllm serve` process, which may be process 1 of a
-    container; any other parent 1 means that the real one ended before this call.
-    """
-    parent = os.getppid()
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent or (parent == 1 and owner_pid != 1):
-        os._exit(1)
-
 
 _SOCKET_NAME_BYTES = 38  # "/" and the UUID that vLLM appends
 _SOCKET_PATH_MAX_BYTES = 107

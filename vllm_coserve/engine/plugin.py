@@ -19,8 +19,8 @@ def register() -> None:
     context = current_context()
     if context is None or os.getpid() == context.owner_pid:
         return  # the owner installs them itself, after it has made the pair
+    from vllm_coserve.api.parent import die_with_parent
     from vllm_coserve.engine.install import install
-    from vllm_coserve.engine.life import die_with_parent
 
     die_with_parent(context.owner_pid)
     install(context)

@@ -11,7 +11,7 @@ import sys
 def main() -> None:
     """Tie this process to its parent, then run vLLM's command line."""
     from vllm_coserve.api.context import current_context
-    from vllm_coserve.engine.life import die_with_parent
+    from vllm_coserve.api.parent import die_with_parent
 
     context = current_context()
     if context is None or context.side != "rollout":
