@@ -81,6 +81,18 @@ def test_without_a_pair_only_the_command_line_is_touched():
     assert out.strip().splitlines()[-1] == "['cli_args', 'serve_cmd']"
 
 
+def test_an_engine_that_shares_its_cores_naps(monkeypatch):
+    monkeypatch.setenv("VLLM_COSERVE_SHARED_CORES", "1")
+    out = _python(
+        "from vllm.plugins import load_general_plugins; load_general_plugins()\n"
+        "import timeit\n"
+        "from vllm.distributed.device_communicators import shm_broadcast as shm\n"
+        "print(shm.sched_yield.__name__, timeit.timeit(shm.sched_yield, number=2000) / 2000)"
+    )
+    name, seconds = out.strip().splitlines()[-1].split()
+    assert name == "nap" and 2e-6 < float(seconds) < 2e-3
+
+
 def test_a_patch_is_applied_once():
     out = _python(
         "from vllm_coserve.engine import seams\n"

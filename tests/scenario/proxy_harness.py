@@ -28,7 +28,8 @@ def dedicated_engine(model: Path, log: Path, *flags: str) -> Iterator[tuple[str,
     argv = [str(model), *COMMON.split(), f"--port={port}", "--host=127.0.0.1", "--served-model-name=rollout"]
     argv += ["--enable-scale-out", "--kv-cache-memory-bytes", str(128 << 20), f"--api-key={KEY}", *flags]
     argv += ["--weight-transfer-config", '{"backend": "coserve"}']
-    env = engine_env(HOST_CORE) | {"VLLM_SERVER_DEV_MODE": "1"}  # for vLLM's routes for weights
+    # The first for vLLM's routes for weights.
+    env = engine_env(HOST_CORE) | {"VLLM_SERVER_DEV_MODE": "1", "VLLM_COSERVE_SHARED_CORES": "1"}
     with running_server(vllm_serve(*argv), [url], log, env) as process:
         yield url, process
 

@@ -89,7 +89,7 @@ def installed_block() -> ControlBlock:
 
 
 def _install_queues(process: _Process) -> None:
-    from vllm_coserve.engine.queues import futex_condition_class
+    from vllm_coserve.engine.queues import futex_condition_class, nap
 
     words, gated = process.block.words, process.context.config.policy != "none"
 
@@ -106,6 +106,7 @@ def _install_queues(process: _Process) -> None:
         return not (words[Word.ROLLOUT_RUNNING] or words[Word.ROLLOUT_WAITING])
 
     may_spin = rollout_is_off if process.side == SIDE_SERVING else lambda: False
+    patch("queue_yield", lambda original: nap)
     patch("queue_condition", lambda original: futex_condition_class(original, process.block, may_spin))
 
 

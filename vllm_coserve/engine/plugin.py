@@ -10,12 +10,19 @@ def register() -> None:
     """Add the --coserve-* flags; inside a co-serving pair also install the side's hooks.
 
     Without `--coserve-rollout` nothing of vLLM's behaviour changes; there is one more weight-transfer engine to choose.
+    `VLLM_COSERVE_SHARED_CORES=1` is for engines that share their cores with a pair: they wait in a way that lets others
+    run (`queues.nap`).
     """
     from vllm_coserve.api.context import current_context
     from vllm_coserve.engine import cli
 
     cli.install_flags()
     _offer_weight_transfer()
+    if os.environ.get("VLLM_COSERVE_SHARED_CORES") == "1":
+        from vllm_coserve.engine.queues import nap
+        from vllm_coserve.engine.seams import patch
+
+        patch("queue_yield", lambda original: nap)
     context = current_context()
     if context is None or os.getpid() == context.owner_pid:
         return  # the owner installs them itself, after it has made the pair

@@ -135,6 +135,13 @@ SEAMS: dict[str, Seam] = {
         "vLLM's waiters spin for a second and starve the engine that has the device",
         "vLLM's queue can sleep without polling",
     ),
+    "queue_yield": Seam(
+        "vllm.distributed.device_communicators.shm_broadcast",
+        "sched_yield",
+        (),
+        "a loop of it starves other processes of the core for seconds (`queues.nap`)",
+        "vLLM waits otherwise, or the kernel's scheduler is mended",
+    ),
     # --- worker
     "kv_alloc_v1": Seam(
         "vllm.v1.worker.gpu_model_runner",
