@@ -51,6 +51,20 @@ def test_a_part_without_signs_of_life_is_named(watched, monkeypatch):
     assert supervise._hung() == "API server"
 
 
+def test_nobody_is_taken_for_hung_after_a_sleep_of_the_whole_machine(watched, monkeypatch):
+    supervise, block = watched
+    now_ns = [1_000_000_000_000]
+    monkeypatch.setattr(supervisor.time, "monotonic_ns", lambda: now_ns[0])
+    block.set(Word.ROLLOUT_ALIVE_NS, now_ns[0])
+    assert supervise._hung() == ""
+    now_ns[0] += int(60e9)  # nobody ran, the supervisor neither
+    for _ in range(95):
+        assert supervise._hung() == ""
+        now_ns[0] += int(0.1e9)
+    now_ns[0] += int(0.9e9)
+    assert supervise._hung() == "engine core", "it did not come back"
+
+
 def test_a_long_step_is_no_hang_but_a_stuck_one_is(watched, monkeypatch):
     supervise, block = watched
     now_ns = 1_000_000_000_000

@@ -35,6 +35,7 @@ _POLL_S = 0.02
 _CLEAR_TIMEOUT_S = 10.0
 _HUNG_AFTER_S = 10.0  # a process of the sidecar that shows no life for so long has the sidecar killed
 _HUNG_STEP_AFTER_S = 30.0  # the same while it computes: a step may take its time
+_ASLEEP_AFTER_S = 1.0  # when we have not looked for so long, we were stopped ourselves, and perhaps everybody was
 _START_BOUND_S = 1800.0  # loading a large model from a slow disk takes long, but not for ever
 _POLITENESS = ((30.0, 10), (60.0, 5))  # of a restart: until so long after its begin, this niceness
 _CAP_SYS_NICE = 23
@@ -49,6 +50,7 @@ class Supervisor:
         self._process: subprocess.Popen[bytes] | None = None
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="coserve-supervisor", daemon=True)
+        self._looked_ns = self._awake_since_ns = 0
         self.failure: str | None = None
 
     def start(self) -> None:
@@ -132,13 +134,18 @@ class Supervisor:
     def _hung(self) -> str:
         """The part of a live sidecar that does nothing any more (stopped, or stuck), "" when none."""
         get, now_ns = self._block.get, time.monotonic_ns()
+        if self._looked_ns and now_ns - self._looked_ns > _ASLEEP_AFTER_S * 1e9:
+            self._awake_since_ns = now_ns
+        self._looked_ns = now_ns
+
+        def silent(word: Word, bound_s: float) -> bool:
+            return get(word) > 0 and now_ns - max(get(word), self._awake_since_ns) > bound_s * 1e9
+
         for word, who in ((Word.ROLLOUT_API_ALIVE_NS, "API server"), (Word.ROLLOUT_ALIVE_NS, "engine core")):
-            if 0 < get(word) < now_ns - _HUNG_AFTER_S * 1e9:
+            if silent(word, _HUNG_AFTER_S):
                 return who
         has_requests = get(Word.ROLLOUT_RUNNING) or get(Word.ROLLOUT_WAITING)
-        if has_requests and 0 < get(Word.ROLLOUT_HEARTBEAT_NS) < now_ns - _HUNG_STEP_AFTER_S * 1e9:
-            return "worker"
-        return ""
+        return "worker" if has_requests and silent(Word.ROLLOUT_HEARTBEAT_NS, _HUNG_STEP_AFTER_S) else ""
 
     def _lost_a_process(self, ready: bool) -> bool:
         """The engine core or worker of the sidecar is gone; its API server may take seconds to notice."""
