@@ -202,7 +202,8 @@ class Supervisor:
         argv = [sys.executable, "-m", "vllm_coserve.engine.sidecar", "serve", config.rollout]
         argv += ["--port", str(config.rollout_port), "--host", "127.0.0.1", "--kv-cache-memory-bytes", str(64 << 20)]
         argv += ["--no-async-scheduling", "--enable-scale-out", *config.rollout_argv]
-        return subprocess.Popen(argv, env=env, start_new_session=True, stdin=subprocess.DEVNULL)
+        # No session of its own: with autogroups, priorities count among the tasks of a session only.
+        return subprocess.Popen(argv, env=env, process_group=0, stdin=subprocess.DEVNULL)
 
     def _kill_group(self, wait: bool = True) -> None:
         """SIGKILL all processes of the sidecar, and reap it.
