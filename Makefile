@@ -23,7 +23,7 @@ export PYTHONSAFEPATH := 1
 export VLLM_NO_USAGE_STATS := 1
 unexport PYTHONPATH PYTHONHOME
 
-.PHONY: help setup demo bench-core bench-coserve bench-driver bench-faults soak test promtool unit lint format lock clean distclean
+.PHONY: help setup demo bench-core bench-coserve bench-driver bench-training bench-faults soak test promtool unit lint format lock clean distclean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -42,6 +42,9 @@ bench-coserve: setup ## the paper's co-serving experiments (about 30 minutes; TR
 
 bench-driver: setup ## turns over dedicated and borrowed engines, the proxy's cost (about 20 minutes; TRACE=... BENCH_ARGS=...)
 	$(BIN)/python -m tests.bench.driver $(if $(TRACE),--trace $(TRACE)) $(BENCH_ARGS)
+
+bench-training: setup ## staleness 0, 1 and 3, GRPO and DAPO, on two engines (about 20 minutes; BENCH_ARGS=...)
+	$(BIN)/python -m tests.bench.training $(BENCH_ARGS)
 
 bench-faults: setup ## kills and stops under load (about 25 minutes; TRACE=file.csv BENCH_ARGS=...)
 	$(BIN)/python -m tests.bench.faults $(if $(TRACE),--trace $(TRACE)) $(BENCH_ARGS)

@@ -33,7 +33,7 @@ setup(
     },
     entry_points={
         "console_scripts": ["coserve = vllm_coserve.console.main:main"],
-        "coserve.commands": ["proxy = rl_driver.proxy.main:main"],
+        "coserve.commands": ["proxy = rl_driver.proxy.main:main", "train = rl_driver.main:main"],
         "vllm.general_plugins": ["coserve = vllm_coserve.engine.plugin:register"],
         "vllm.endpoint_plugins": ["coserve = vllm_coserve.engine.routes:SidecarRoutes"],
     },

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import logging
 import os
+import secrets
+import signal
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -23,8 +26,8 @@ _REACH_BOUND_S = 1.5
 class Job:
     """One run of a job, from its newest checkpoint to its last step."""
 
-    def __init__(self, config: TrainConfig, say: Any = print) -> None:
-        self._config, self._say = config, say
+    def __init__(self, config: TrainConfig) -> None:
+        self._config = config
         self._staleness = Staleness(config.staleness)
         self._out = Path(config.out)
 
@@ -35,21 +38,30 @@ class Job:
             ConfigurationError: the proxy or Ray cannot be started.
         """
         from rl_driver.roles.cluster import running_actors
+        from rl_driver.roles.display import Display
         from rl_driver.roles.figures import Figures
         from rl_driver.roles.proxy_process import running_proxy
         from rl_driver.roles.sampler import Sampler
+        from rl_driver.store.sqlite import SqliteStore
 
         self._out.mkdir(parents=True, exist_ok=True)
-        with running_proxy(self._config, self._out) as proxy, running_actors(self._config, proxy) as actors:
-            figures = Figures(self._out, self._config.metrics_port, proxy)
-            first, lineages = self._begin(actors)
-            publisher = actors.publisher(proxy, f"r{lineages[-1]}-step-", self._staleness)
+        self._display = Display(self._config.steps)
+        with (
+            running_proxy(self._config, self._out) as proxy,
+            running_actors(self._config, proxy) as actors,
+            contextlib.closing(SqliteStore(proxy.store)) as store,
+            self._display.shown(),
+        ):
+            figures = Figures(self._out, self._config.metrics_port, proxy, store)
+            first, names = self._begin(actors)
+            publisher = actors.publisher(proxy, f"{names[-1]}-step-", self._staleness)
             publisher.publish()
             publisher.wait()
-            sampler = Sampler(self._config, self._staleness, actors, lineages, first)
+            sampler = Sampler(self._config, self._staleness, actors, names, first)
             for step in range(first, self._config.steps):
                 proxy.call("POST", "/coserve/v1/step")
                 figures.begin_step(step)
+                self._display.begin_step(step, self._config.algorithm.groups)
                 sampler.sample_up_to(step + self._staleness.bound)
                 for minibatch in self._minibatches(sampler, step, figures):
                     actors.train(minibatch)
@@ -60,26 +72,28 @@ class Job:
                     if self._staleness.bound == 0:
                         publisher.wait()
                 if version % self._config.checkpoint.every_steps == 0 or version == self._config.steps:
-                    actors.checkpoint(version, {"lineage": lineages[-1]})
-                self._say(figures.end_step())
+                    actors.checkpoint(version, {"run": names[-1]})
+                self._display.end_step(figures.end_step())
             publisher.wait()
 
-    def _begin(self, actors: Any) -> tuple[int, list[int]]:
-        """(first step, the runs of this job whose weights and turns count for it, the present one last).
+    def _begin(self, actors: Any) -> tuple[int, list[str]]:
+        """(first step, names of the runs of this job whose weights and turns count for it, the present one last).
 
         Weights that a killed run made after its last checkpoint are lost: no sample of theirs may be used. Turns of the
-        first step may be, for the weights that made them are those of the checkpoint.
+        first step may be, for the weights that made them are those of the checkpoint. The names differ from job to job,
+        so that no engine takes its weights of another job for those of this one.
         """
         saved = actors.restore()
-        count = self._out / "runs"
-        run = int(count.read_text()) + 1 if count.exists() else 0
-        partial = count.with_suffix(".partial")
-        partial.write_text(str(run))
-        os.replace(partial, count)
+        runs = self._out / "runs"
+        job, _, count = (runs.read_text() if runs.exists() else f"{secrets.token_hex(4)}-r-1").rpartition("-r")
+        run = f"{job}-r{int(count) + 1}"
+        partial = runs.with_suffix(".partial")
+        partial.write_text(run)
+        os.replace(partial, runs)
         if saved is None:
             return 0, [run]
-        self._say(f"going on from the checkpoint of step {saved['step']}")
-        return int(saved["step"]), [int(saved["lineage"]), run]
+        self._display.say(f"going on from the checkpoint of step {saved['step']}")
+        return int(saved["step"]), [saved["run"], run]
 
     def _minibatches(self, sampler: Any, step: int, figures: Any) -> Iterator[list[Any]]:
         """Samples of a step's groups, as soon as there are enough for an optimiser step."""
@@ -98,6 +112,7 @@ class Job:
                 continue
             new = group.samples(algorithm)
             figures.add_group(group, staleness, bool(new))
+            self._display.group_done()
             if not new:
                 sampler.replace(step)
                 continue
@@ -160,6 +175,7 @@ def main(argv: Sequence[str]) -> int:
             print(dump_config(config), end="")
             return 0
         check_workers(config)
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # what it started ends with it
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
         Job(config).run()
     except ConfigurationError as exc:

@@ -117,6 +117,7 @@ class WorkerState(msgspec.Struct):
     version: str
     held: bool
     kv_usage: float | None
+    slack_ms: float | None  # borrowed: until serving's next deadline, at its last decision
     wrong: str
 
 

@@ -39,6 +39,10 @@ class _Pages(msgspec.Struct):
     serving_cached: int
 
 
+class _Gate(msgspec.Struct):
+    slack_ms: float
+
+
 class _Weights(msgspec.Struct):
     version: str
 
@@ -51,6 +55,7 @@ class _Status(msgspec.Struct):
     state: str
     pages: _Pages
     weights: _Weights
+    gate: _Gate | None = None
     registration: _Holder | None = None
 
 
@@ -82,6 +87,7 @@ class Member:
     held: bool = False  # borrowed: by us
     refused_until_s: float = -1e18
     usage: float | None = None  # borrowed: share of the pool that serving uses, moving average
+    slack_ms: float | None = None  # borrowed: see `WorkerState`
     wrong: str = ""  # why it cannot be used, for people
     refused: str = ""  # borrowed: why it cannot be held
     renewed_s: float = -1e18
@@ -281,6 +287,7 @@ class Fleet:
         member.version = status.weights.version
         usage = (status.pages.serving - status.pages.serving_cached) / max(1, status.pages.pool)
         member.usage = usage if member.usage is None else member.usage + _USAGE_WEIGHT * (usage - member.usage)
+        member.slack_ms = status.gate.slack_ms if status.gate else None
         if member.held and (status.registration is None or status.registration.job != self._config.job):
             member.held = False  # it was restarted, or the hold ran out while we could not reach it
 

@@ -295,6 +295,7 @@ class Proxy:
                 m.version,
                 m.held,
                 m.usage,
+                m.slack_ms,
                 m.wrong or m.refused or m.update_failed,
             )
             for m in self.fleet.members.values()

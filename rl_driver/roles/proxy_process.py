@@ -24,6 +24,7 @@ from vllm_coserve.api.errors import ConfigurationError
 from vllm_coserve.api.parent import die_with_parent
 
 _START_BOUND_S, _STOP_BOUND_S = 30.0, 15.0
+_MOVED = 'coserve_proxy_legs_total{outcome="moved"}'
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +33,7 @@ class ProxyHandle:
 
     url: str
     key: str
+    store: Path  # of the turns
     process: subprocess.Popen[bytes]
 
     def call(self, method: str, path: str, body: Any = None, bound_s: float = 10.0) -> Any:
@@ -46,6 +48,14 @@ class ProxyHandle:
         """What it knows of its workers."""
         return self.call("GET", "/coserve/v1/workers")["workers"]
 
+    def migrations(self) -> int:
+        """Turns so far that have left a worker and gone on at another."""
+        request = urllib.request.Request(f"{self.url}/metrics", headers={"Authorization": f"Bearer {self.key}"})
+        with urllib.request.urlopen(request, timeout=10) as answer:
+            page = answer.read().decode()
+        lines = (line.rpartition(" ") for line in page.splitlines() if line.startswith(_MOVED))
+        return sum(int(float(value)) for *_, value in lines)
+
 
 @contextlib.contextmanager
 def running_proxy(config: TrainConfig, out: Path) -> Iterator[ProxyHandle]:
@@ -54,13 +64,13 @@ def running_proxy(config: TrainConfig, out: Path) -> Iterator[ProxyHandle]:
     Raises:
         ConfigurationError: it does not start; its log says why.
     """
-    workers, log = config.workers, out / "proxy.log"
+    workers, log, store = config.workers, out / "proxy.log", out / "trajectories.sqlite"
     port, key = _free_port(), secrets.token_urlsafe(16)
     url = f"http://127.0.0.1:{port}"
     command = [sys.executable, "-m", "vllm_coserve.console.main", "proxy", f"--port={port}"]
     command += [f"--dedicated={u}" for u in workers.dedicated] + [f"--borrowed={u}" for u in workers.borrowed]
     command += [f"--turns-per-dedicated={workers.turns_per_dedicated}", f"--policy={workers.policy}"]
-    command += [f"--turns-per-borrowed={workers.turns_per_borrowed}", f"--store={out / 'trajectories.sqlite'}"]
+    command += [f"--turns-per-borrowed={workers.turns_per_borrowed}", f"--store={store}"]
     command += [f"--borrow={workers.borrow}"] if workers.borrow else []
     env = {**os.environ, "COSERVE_API_KEY": key}
     if workers.api_key:
@@ -70,7 +80,7 @@ def running_proxy(config: TrainConfig, out: Path) -> Iterator[ProxyHandle]:
         process = subprocess.Popen(command, env=env, stdout=output, stderr=subprocess.STDOUT, preexec_fn=end_with_me)
     try:
         _await(process, url, log)
-        yield ProxyHandle(url, key, process)
+        yield ProxyHandle(url, key, store, process)
     finally:
         process.terminate()
         try:

@@ -22,8 +22,8 @@ _WAIT_BOUND_S = 3600.0
 class Sampler:
     """Orders groups of steps, first those of earlier steps, and gives them back as they are finished."""
 
-    def __init__(self, config: TrainConfig, staleness: Staleness, actors: Any, runs: list[int], first: int) -> None:
-        """`runs`: of this job, see `main.Job`; `first`: the step that it goes on with."""
+    def __init__(self, config: TrainConfig, staleness: Staleness, actors: Any, runs: list[str], first: int) -> None:
+        """`runs`: names of runs of this job, see `main.Job`; `first`: the step that it goes on with."""
         self._config, self._staleness, self._actors = config, staleness, actors
         self._runs, self._first, self._next = runs, first, first
         self._waiting: deque[tuple[int, GroupOrder, int]] = deque()  # (step, order, tries)
@@ -34,7 +34,7 @@ class Sampler:
     def prefixes(self, step: int) -> list[str]:
         """How names of weights begin whose samples a step may use."""
         runs = self._runs if step == self._first else self._runs[-1:]
-        return [f"r{run}-" for run in runs]
+        return [f"{run}-" for run in runs]
 
     def sample_up_to(self, step: int) -> None:
         """Have the groups of all steps up to this one played."""
@@ -69,7 +69,7 @@ class Sampler:
         number = self._ordered[step]
         self._ordered[step] += 1
         run = self._runs[0] if step == self._first else self._runs[-1]
-        name = f"r{run}-s{step}-g{number}"
+        name = f"{run}-s{step}-g{number}"
         seed = random.Random(f"{self._config.seed}/{step}/{number}").randrange(1 << 40)
         oldest = f"{self._staleness.oldest(step)}"
         order = step, GroupOrder(name, seed, self._config.algorithm.group_size, oldest), 0

@@ -24,8 +24,7 @@ from tests.scenario.harness import KEY, start_pair
 from tests.scenario.namespace import Link, namespace
 from tests.scenario.proxy_harness import Framework, Relay, Users, dedicated_engine, running_proxy, wait_usable
 from vllm_coserve.demo.models import ROLLOUT_SPEC, SERVING_SPEC, ensure_model
-from vllm_coserve.demo.run import free_port
-from vllm_coserve.demo.servers import DEVICE_CORE
+from vllm_coserve.demo.servers import DEVICE_CORE, free_port
 
 _PAUSE_S = 4.0
 _BACK_BOUND_S = 180.0

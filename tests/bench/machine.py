@@ -11,8 +11,7 @@ from pathlib import Path
 from vllm_coserve.control.block import ControlBlock
 from vllm_coserve.demo.arrivals import Arrival, Scale, bursty, from_azure_csv
 from vllm_coserve.demo.models import ROLLOUT_SPEC, SERVING_SPEC, ensure_model
-from vllm_coserve.demo.run import free_port
-from vllm_coserve.demo.servers import DEVICE_CORE, HOST_CORE, Pair, cmdline, descendants, running_pair
+from vllm_coserve.demo.servers import DEVICE_CORE, HOST_CORE, Pair, cmdline, descendants, free_port, running_pair
 
 OUT = Path("out") / "bench"
 PARTS = ("API server", "EngineCore", "Worker")
@@ -30,13 +29,16 @@ def arrivals(trace: Path | None, seconds: float, rate_per_s: float, seed: int = 
 
 
 @contextlib.contextmanager
-def start(flags: list[str], log: str, pool_gib: float, rollout_args: str = "") -> Iterator[Pair]:
-    """A pair of the demo's models with further flags, pinned as in the demo; it ends with the block.
+def start(
+    flags: list[str], log: str, pool_gib: float, rollout_args: str = "", rollout: Path | None = None
+) -> Iterator[Pair]:
+    """A pair of the demo's models (or with another rollout model) and further flags, pinned as in the demo.
 
-    SIGTERM ends a benchmark as Ctrl-C does, so that its pair ends too.
+    It ends with the block. SIGTERM ends a benchmark as Ctrl-C does, so that its pair ends too.
     """
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    serving, rollout = (ensure_model(s, Path("out") / "models") for s in (SERVING_SPEC, ROLLOUT_SPEC))
+    models = Path("out") / "models"
+    serving, rollout = ensure_model(SERVING_SPEC, models), rollout or ensure_model(ROLLOUT_SPEC, models)
     OUT.mkdir(parents=True, exist_ok=True)
     port, rollout_port = free_port(), free_port()
     argv = [

@@ -22,8 +22,7 @@ from tests.bench import machine
 from vllm_coserve.demo.load import Served, stream_one
 from vllm_coserve.demo.models import SERVING_SPEC, ensure_model
 from vllm_coserve.demo.phases import percentile
-from vllm_coserve.demo.run import free_port
-from vllm_coserve.demo.servers import Pair, descendants, running_pair
+from vllm_coserve.demo.servers import Pair, descendants, free_port, running_pair
 
 BATCHES = (1, 8, 32)
 _OUTPUT_TOKENS, _TURNS_A_ROUND = 150, 8

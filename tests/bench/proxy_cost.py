@@ -20,8 +20,7 @@ from typing import Any
 import aiohttp
 
 from vllm_coserve.demo.phases import percentile
-from vllm_coserve.demo.run import free_port
-from vllm_coserve.demo.servers import running_server
+from vllm_coserve.demo.servers import free_port, running_server
 
 _CLIENT_CORE, _PROXY_CORE = 0, 1
 _STREAMS = 64

@@ -17,8 +17,7 @@ from typing import Any
 import requests
 
 from tests.bench.machine import processes
-from vllm_coserve.demo.run import free_port
-from vllm_coserve.demo.servers import Pair, running_pair
+from vllm_coserve.demo.servers import Pair, free_port, running_pair
 
 COMMON = "--enforce-eager --max-model-len 1024 --max-num-seqs 32 --block-size 32 --disable-uvicorn-access-log"
 KEY = "sesame"

@@ -16,22 +16,15 @@ from typing import Any
 import requests
 
 from tests.scenario.harness import COMMON, KEY, RunningPair, prompt, wait_for
-from vllm_coserve.demo.run import free_port
-from vllm_coserve.demo.servers import HOST_CORE, engine_env, running_server, vllm_serve
+from vllm_coserve.demo.servers import free_port, running_engine, running_server
 
 
 @contextlib.contextmanager
 def dedicated_engine(model: Path, log: Path, *flags: str) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
     """A plain vLLM server with the rollout model, its worker on the second core: (address, process)."""
-    port = free_port()
-    url = f"http://127.0.0.1:{port}"
-    argv = [str(model), *COMMON.split(), f"--port={port}", "--host=127.0.0.1", "--served-model-name=rollout"]
-    argv += ["--enable-scale-out", "--kv-cache-memory-bytes", str(128 << 20), f"--api-key={KEY}", *flags]
-    argv += ["--weight-transfer-config", '{"backend": "coserve"}']
-    # The first for vLLM's routes for weights.
-    env = engine_env(HOST_CORE) | {"VLLM_SERVER_DEV_MODE": "1", "VLLM_COSERVE_SHARED_CORES": "1"}
-    with running_server(vllm_serve(*argv), [url], log, env) as process:
-        yield url, process
+    argv = [str(model), *COMMON.split(), "--served-model-name=rollout", f"--api-key={KEY}"]
+    with running_engine([*argv, f"--kv-cache-memory-bytes={128 << 20}", *flags], log) as engine:
+        yield engine
 
 
 @contextlib.contextmanager

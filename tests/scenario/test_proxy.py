@@ -42,7 +42,7 @@ from tests.scenario.proxy_harness import (
     running_proxy,
     wait_usable,
 )
-from vllm_coserve.demo.run import free_port
+from vllm_coserve.demo.servers import free_port
 
 pytestmark = [pytest.mark.scenario, pytest.mark.timeout(400)]
 

@@ -9,7 +9,7 @@ import pytest
 
 from tests.bench.machine import leftovers
 from tests.scenario.harness import COMMON, run_serve
-from vllm_coserve.demo.run import free_port
+from vllm_coserve.demo.servers import free_port
 
 pytestmark = [pytest.mark.scenario, pytest.mark.timeout(400)]
 

@@ -11,7 +11,17 @@ from vllm_coserve.api.errors import ConfigurationError
 from vllm_coserve.demo.arrivals import Scale, bursty, from_azure_csv
 from vllm_coserve.demo.load import RolloutTotals, Served
 from vllm_coserve.demo.phases import PhaseResult, percentile
-from vllm_coserve.demo.report import ALONE, GATED, ROLLOUT, UNGATED, build_report, harvest_efficiency, serving_summary
+from vllm_coserve.demo.report import (
+    ALONE,
+    GATED,
+    ROLLOUT,
+    UNGATED,
+    build_report,
+    harvest_efficiency,
+    serving_summary,
+    training_summary,
+)
+from vllm_coserve.demo.training import JobResult, Learning
 
 _SLO = {"ttft_ms": 100.0, "tpot_ms": 10.0}
 
@@ -121,3 +131,33 @@ def test_stream_outcomes():
     assert _scripted([b'data: {"choices":[{"finish_reason":"abort"}]}\n\n', done]).error == "aborted"
     assert _scripted([b'data: {"error": {}}\n\n']).error
     assert "HTTP 503" in _scripted([], status=503).error
+
+
+def _steps(count, step_s, success, borrowed):
+    return [
+        {
+            "success": success(i),
+            "step_s": step_s,
+            "tokens_dedicated": 300,
+            "tokens_borrowed": borrowed,
+            "migrations": 1,
+            "turns_lost": 0,
+            "tokens_lost": 0,
+            "groups_by_staleness": {"0": 10, "1": 6},
+        }
+        for i in range(count)
+    ]
+
+
+def test_what_the_rl_job_came_to():
+    served = [Served(0, True, "", 0.05, 0.005, 9)]
+    alone = JobResult(_steps(5, 4.0, lambda i: 0.2, 0), served)
+    both = JobResult(_steps(20, 2.0, lambda i: 0.2 if i < 10 else 0.8, 100), served)
+    both.steps[0]["step_s"] = 60.0  # everything starts in it
+    rl = training_summary(Learning(alone, both), _SLO)
+    assert (rl["steps"], rl["success_start"], rl["success_last10"]) == (20, 0.2, pytest.approx(0.8))
+    assert rl["step_s_mean"] == 2.0 and rl["step_s_mean_dedicated_only"] == 4.0
+    assert rl["borrowed_token_share"] == 0.25 and rl["migrations"] == 20
+    assert rl["turns_lost"] == rl["tokens_lost"] == 0 and rl["groups_by_staleness"] == {"0": 200, "1": 120}
+    assert rl["serving"]["requests"] == 2 and rl["serving"]["failed"] == 0
+    json.dumps(rl)

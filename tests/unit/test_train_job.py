@@ -1,5 +1,7 @@
 """`coserve train` but for its engines: configuration, groups, checkpoints, the sampler's order of work."""
 
+import contextlib
+import io
 import subprocess
 import sys
 import time
@@ -7,11 +9,15 @@ import time
 import msgspec
 import pytest
 import yaml
+from rich.console import Console
 
 from rl_driver.api.train_config import dump_config, read_train_config
 from rl_driver.api.trajectory import Trajectory, Turn, VersionSpan
 from rl_driver.policy.staleness import Staleness
+from rl_driver.roles.display import Display
+from rl_driver.roles.figures import lost_of
 from rl_driver.roles.sampler import Sampler
+from rl_driver.store.sqlite import SqliteStore
 from rl_driver.training.checkpoints import Checkpoints
 from rl_driver.training.groups import Group, StaleError
 from rl_driver.training.learner import Learner
@@ -157,18 +163,18 @@ def test_checkpoints_are_whole_and_few(tmp_path, monkeypatch):
     for step in (1, 2, 3):
         learner.add(made_up(3))
         learner.step()
-        assert kept.write(learner, step, {"lineage": 0})
+        assert kept.write(learner, step, {"run": "r0"})
     assert kept.steps() == [2, 3]
     full = OSError(28, "No space left on device")
     monkeypatch.setattr(learner, "save", lambda *args: (_ for _ in ()).throw(full))
     assert not kept.write(learner, 4, {})
     assert kept.steps() == [2, 3] and not list(tmp_path.glob("*.partial"))
     other = Learner(tiny_model(1), learner_config())
-    assert kept.restore(other) == {"lineage": 0, "step": 3}
+    assert kept.restore(other) == {"run": "r0", "step": 3}
     assert parameters(other).equal(parameters(learner))
     for file in (tmp_path / "step-00000003").iterdir():
         file.write_bytes(b"damaged")
-    assert kept.restore(other) == {"lineage": 0, "step": 2}
+    assert kept.restore(other) == {"run": "r0", "step": 2}
     for file in (tmp_path / "step-00000002").iterdir():
         file.write_bytes(b"damaged")
     with pytest.raises(ConfigurationError, match="begin anew"):
@@ -200,7 +206,7 @@ class _Actors:
         return [msgspec.msgpack.encode(_trajectory(i, 1.0, version)) for i in range(self.orders[reference].size)]
 
 
-def _sampler(tmp_path, actors, runs=(0,), first=0, staleness=1, **changes):
+def _sampler(tmp_path, actors, runs=("r0",), first=0, staleness=1, **changes):
     job = {"algorithm": {"groups": 4, "group_size": 2, "minibatches": 2}, "sampling": {"concurrency": 4}, "steps": 5}
     config = read_train_config(_write(tmp_path, **job, **changes))
     return Sampler(config, Staleness(staleness), actors, list(runs), first)
@@ -238,7 +244,7 @@ def test_a_group_that_fails_is_played_again_and_one_that_always_fails_is_an_erro
 
 def test_after_a_restart_the_first_step_goes_on_under_its_old_names(tmp_path, monkeypatch):
     actors = _Actors(monkeypatch)
-    sampler = _sampler(tmp_path, actors, runs=(0, 3), first=2)
+    sampler = _sampler(tmp_path, actors, runs=("r0", "r3"), first=2)
     sampler.sample_up_to(3)
     list(sampler.groups_of(2))
     list(sampler.groups_of(3))
@@ -250,10 +256,60 @@ def test_useless_groups_are_replaced_up_to_the_cap(tmp_path, monkeypatch):
     actors = _Actors(monkeypatch)
     algorithm = {"groups": 4, "group_size": 2, "minibatches": 2, "dynamic_sampling": {"enabled": True, "cap": 2}}
     job = {"algorithm": algorithm, "sampling": {"concurrency": 4}}
-    sampler = Sampler(read_train_config(_write(tmp_path, **job)), Staleness(0), actors, [0], 0)
+    sampler = Sampler(read_train_config(_write(tmp_path, **job)), Staleness(0), actors, ["r0"], 0)
     sampler.sample_up_to(0)
     count = 0
     for _ in sampler.groups_of(0):
         count += 1
         sampler.replace(0)
     assert count == 8
+
+
+# ---- figures and their display
+
+_FIGURES = {
+    "step": 3,
+    "reward_mean": 0.5,
+    "step_s": 2.0,
+    "tokens_per_s_dedicated": 100.0,
+    "tokens_per_s_borrowed": 50.0,
+    "staleness_mean": 0.5,
+    "serving_slack_ms": 12.3,
+}
+
+
+def test_a_step_is_a_line_where_there_is_no_terminal(capsys):
+    display = Display(5, Console(width=200))
+    with display.shown():
+        display.begin_step(3, 4)
+        display.group_done()
+        display.end_step(_FIGURES)
+    out = capsys.readouterr().out
+    assert "step 3: reward 0.500, 2.0 s" in out and "|log ratio| –, SLO slack 12 ms" in out
+
+
+def test_a_terminal_shows_the_latest_steps_and_how_far_it_is():
+    console = Console(width=140, force_terminal=True, file=io.StringIO())
+    display = Display(50, console)
+    with display.shown():
+        for step in range(20):
+            display.begin_step(step, 4)
+            display.group_done()
+            display.end_step({**_FIGURES, "step": step, "sampler_log_ratio_abs_mean": 0.0123})
+    last = console.file.getvalue().rpartition("log ratio")[2]
+    assert "20/50" in last and "1/4" in last and "0.0123" in last
+    assert "│ 19" in last and "│ 11" not in last
+
+
+def test_turns_that_the_store_does_not_have_as_they_were_used_are_counted(tmp_path):
+    whole, other, unknown = (_trajectory(i, 1.0) for i in range(3))
+    with contextlib.closing(SqliteStore(tmp_path / "turns.sqlite")) as store:
+        for trajectory, token_ids in ((whole, (0, 1, 2)), (other, (0, 1, 7))):
+            store.begin(trajectory.trajectory_id, "g", {})
+            turn = trajectory.turns[0]
+            store.add_turn(
+                trajectory.trajectory_id,
+                Turn(0, turn.input_token_ids, token_ids, turn.logprobs, turn.spans),
+            )
+        assert lost_of([whole], store) == {"turns": 0, "tokens": 0}
+        assert lost_of([whole, other, unknown], store) == {"turns": 2, "tokens": 6}

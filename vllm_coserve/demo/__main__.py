@@ -20,6 +20,13 @@ def _positive(text: str) -> float:
     return value
 
 
+def _count(text: str) -> int:
+    value = int(text)
+    if not 0 <= value <= 10_000:
+        raise argparse.ArgumentTypeError(f"{text} must be between 0 and 10000")
+    return value
+
+
 def parse(argv: list[str] | None = None) -> Options:
     """Options from the command line."""
     p = argparse.ArgumentParser(prog="python -m vllm_coserve.demo", description=__doc__)
@@ -33,6 +40,10 @@ def parse(argv: list[str] | None = None) -> Options:
     p.add_argument("--ttft-slo-ms", type=_positive, help="default: --slo-factor x P99 of serving alone")
     p.add_argument("--tpot-slo-ms", type=_positive, help="default: --slo-factor x P99 of serving alone")
     p.add_argument("--slo-factor", type=_positive, default=3.0, help="see --ttft-slo-ms (%(default)s)")
+    p.add_argument("--train-steps", type=_count, default=50, help="steps of the RL job, 0: leave it out (%(default)s)")
+    p.add_argument(
+        "--train-steps-alone", type=_count, default=12, help="steps of it without the borrowed engine (%(default)s)"
+    )
     p.add_argument("--seed", type=int, default=0, help="of arrivals and prompts (%(default)s)")
     a = p.parse_args(argv)
     return Options(
@@ -46,6 +57,8 @@ def parse(argv: list[str] | None = None) -> Options:
         ttft_slo_ms=a.ttft_slo_ms,
         tpot_slo_ms=a.tpot_slo_ms,
         slo_factor=a.slo_factor,
+        train_steps=a.train_steps,
+        train_steps_alone=max(2, a.train_steps_alone),
         seed=a.seed,
     )
 
@@ -67,7 +80,11 @@ def main() -> int:
     except KeyboardInterrupt:
         print("\nstopped; nothing is left running", file=sys.stderr)
         return 130
-    brief = {k: report[k] for k in ("slo", "serving_alone", "coserve", "no_gate", "harvest_efficiency", "memory")}
+    brief = {
+        k: report[k]
+        for k in report
+        if k in ("slo", "serving_alone", "coserve", "no_gate", "harvest_efficiency", "memory", "rl")
+    }
     print(json.dumps(brief, indent=2))
     print(f"report: {options.out / 'report.html'} and {options.out / 'report.json'}")
     return 0

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import aiohttp
@@ -94,7 +94,7 @@ async def stream_one(
 async def serve_schedule(
     url: str,
     model: str,
-    arrivals: Sequence[Arrival],
+    arrivals: Iterable[Arrival],
     vocab: int,
     seed: int,
     progress: Callable[[list[Served]], None],

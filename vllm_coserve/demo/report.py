@@ -6,6 +6,7 @@ import base64
 import html
 import io
 import json
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 
 from vllm_coserve.demo.load import Served
 from vllm_coserve.demo.phases import PhaseResult, percentile
+from vllm_coserve.demo.training import Learning
 
 ALONE, ROLLOUT, GATED, UNGATED = "serving alone", "rollout alone", "co-serving, gated", "co-serving, no gate"
 _COLORS = {ALONE: "#4c72b0", GATED: "#2a9d5c", UNGATED: "#c44e52", ROLLOUT: "#8172b3"}
@@ -69,6 +71,7 @@ def build_report(
     results: Mapping[str, PhaseResult],
     versions: Mapping[str, str],
     facts: Mapping[str, Any],
+    learning: Learning | None = None,
 ) -> dict[str, Any]:
     """The content of report.json."""
     alone, gated = results[ALONE], results[GATED]
@@ -92,9 +95,45 @@ def build_report(
             "reclaim_ms_p99": reclaims.get("ms_p99"),
         },
         "gate": gated.status.get("gate", {}),
+        **({"rl": training_summary(learning, slo)} if learning else {}),
         "versions": dict(versions),
         **facts,
     }
+
+
+def training_summary(learning: Learning, slo: Mapping[str, float]) -> dict[str, Any]:
+    """The "rl" part of report.json.
+
+    Step times are means over the steps that both jobs did, without the first, in which everything starts.
+    """
+    alone, both = learning.alone, learning.both
+    common = slice(1, min(len(alone.steps), len(both.steps)))
+    tokens = {kind: sum(s[f"tokens_{kind}"] for s in both.steps) for kind in ("dedicated", "borrowed")}
+    staleness = Counter[str]()
+    for step in both.steps:
+        staleness.update(step["groups_by_staleness"])
+    ratios = [s["sampler_log_ratio_abs_mean"] for s in both.steps if "sampler_log_ratio_abs_mean" in s]
+    return {
+        "steps": len(both.steps),
+        "success_start": both.steps[0]["success"],
+        "success_last10": _mean([s["success"] for s in both.steps[-10:]]),
+        "borrowed_token_share": tokens["borrowed"] / max(1, sum(tokens.values())),
+        "step_s_mean": _mean([s["step_s"] for s in both.steps[common]]),
+        "step_s_mean_dedicated_only": _mean([s["step_s"] for s in alone.steps[common]]),
+        "migrations": sum(s["migrations"] for s in both.steps),
+        "turns_lost": sum(s["turns_lost"] for s in both.steps),
+        "tokens_lost": sum(s["tokens_lost"] for s in both.steps),
+        "groups_by_staleness": dict(staleness),
+        "sampler_log_ratio_abs_mean": _mean(ratios) if ratios else None,
+        "success": [s["success"] for s in both.steps],
+        "step_s": [s["step_s"] for s in both.steps],
+        "step_s_dedicated_only": [s["step_s"] for s in alone.steps],
+        "serving": serving_summary([*alone.served, *both.served], float("nan"), slo) | {"busy_fraction": None},
+    }
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else float("nan")
 
 
 def write_json(report: Mapping[str, Any], path: Path) -> None:
@@ -105,7 +144,7 @@ def write_json(report: Mapping[str, Any], path: Path) -> None:
 def write_html(
     report: Mapping[str, Any], slo: Mapping[str, float], results: Mapping[str, PhaseResult], path: Path
 ) -> None:
-    """Write report.html: one file, plots inside."""
+    """Write report.html: one file, plots inside; `report` is what `build_report` gave."""
     plots = [
         ("Time to first token", _plot(lambda ax: _cdf(ax, results, "ttft_s", slo["ttft_ms"], "TTFT"))),
         ("Time per output token", _plot(lambda ax: _cdf(ax, results, "tpot_s", slo["tpot_ms"], "TPOT"))),
@@ -113,6 +152,10 @@ def write_html(
         ("Who computed when (ten seconds of co-serving)", _plot(lambda ax: _turns(ax, results[GATED]), wide=True)),
         ("Rollout tokens per second", _plot(lambda ax: _rate(ax, results), wide=True)),
     ]
+    if rl := report.get("rl"):
+        plots.append(("Success of the policy that learns on both engines", _plot(lambda ax: _curve(ax, rl))))
+        plots.append(("Seconds of a step", _plot(lambda ax: _step_times(ax, rl))))
+        plots.append(("Groups by staleness", _plot(lambda ax: _bars(ax, rl["groups_by_staleness"]))))
     body = "".join(f"<figure><figcaption>{html.escape(t)}</figcaption>{img}</figure>" for t, img in plots)
     path.write_text(_PAGE.format(verdicts=_verdicts(report), table=_table(report), plots=body, facts=_facts(report)))
 
@@ -126,6 +169,19 @@ def _verdicts(report: Mapping[str, Any]) -> str:
         ("worse without the gate", n["slo_attainment"] < c["slo_attainment"], f"{n['slo_attainment']:.1%} attained"),
         ("harvest efficiency at least 0.9", report["harvest_efficiency"] >= 0.9, f"{report['harvest_efficiency']:.2f}"),
     ]
+    if rl := report.get("rl"):
+        gain, share = rl["step_s_mean_dedicated_only"] / rl["step_s_mean"], rl["borrowed_token_share"]
+        learnt = rl["success_last10"] >= max(0.65, rl["success_start"] + 0.3)
+        lost, s = rl["turns_lost"] + rl["tokens_lost"], rl["serving"]
+        within = s["ttft_ms_p99"] <= slo["ttft_ms"] and s["tpot_ms_p99"] <= slo["tpot_ms"] and not s["failed"]
+        latest = f"TTFT {s['ttft_ms_p99']:.0f} ms, TPOT {s['tpot_ms_p99']:.1f} ms, {s['failed']} failed"
+        checks += [
+            ("the policy learns", learnt, f"success {rl['success_start']:.0%}, at the end {rl['success_last10']:.0%}"),
+            ("serving's P99 within the SLO while it learns", within, latest),
+            ("at least 25 % of the rollout's tokens are borrowed", share >= 0.25, f"{share:.0%}"),
+            ("a step at least 1.2 times as fast as without borrowing", gain >= 1.2, f"{gain:.2f} times"),
+            ("no turn and no token lost", not lost, f"{rl['migrations']} migrations"),
+        ]
     return "".join(
         f'<li class="{"ok" if ok else "bad"}">{"&#10003;" if ok else "&#10007;"} {html.escape(t)}: <b>{v}</b></li>'
         for t, ok, v in checks
@@ -232,6 +288,30 @@ def _turns(ax: Any, result: PhaseResult) -> None:
     ax.set_yticks([0, 1], ["serving", "rollout"])
     ax.set_xlim(middle, middle + 10)
     ax.set_xlabel("seconds")
+
+
+def _curve(ax: Any, rl: Mapping[str, Any]) -> None:
+    ax.plot(rl["success"], color=_COLORS[GATED])
+    ax.axhline(rl["success_start"], color="grey", linestyle=":", label="as warm-started")
+    ax.set_ylim(0, 1)
+    ax.set_xlabel("step")
+    ax.set_ylabel("share of walks that arrive")
+    ax.legend(fontsize=8, loc="lower right")
+
+
+def _step_times(ax: Any, rl: Mapping[str, Any]) -> None:
+    ax.plot(rl["step_s"], color=_COLORS[GATED], label="dedicated and borrowed")
+    ax.plot(rl["step_s_dedicated_only"], color=_COLORS[UNGATED], label="dedicated only")
+    ax.set_ylim(bottom=0)
+    ax.set_xlabel("step")
+    ax.set_ylabel("seconds")
+    ax.legend(fontsize=8)
+
+
+def _bars(ax: Any, counts: Mapping[str, int]) -> None:
+    ax.bar(list(counts), list(counts.values()), color=_COLORS[ALONE])
+    ax.set_xlabel("steps that the weights were behind")
+    ax.set_ylabel("groups")
 
 
 def _rate(ax: Any, results: Mapping[str, PhaseResult]) -> None:

@@ -1,4 +1,4 @@
-"""The demo's script: serving alone, rollout alone, both with the gate, both without."""
+"""The demo's script: serving alone, rollout alone, both with the gate, both without; then an RL job that borrows."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import importlib.metadata
 import math
 import os
 import platform
-import socket
+import shutil
 import subprocess
 import sys
 import time
@@ -21,9 +21,14 @@ from vllm_coserve.demo.arrivals import Arrival, Scale, bursty, from_azure_csv
 from vllm_coserve.demo.models import ROLLOUT_SPEC, SERVING_SPEC, ensure_model
 from vllm_coserve.demo.phases import Load, PhaseResult, run_phase
 from vllm_coserve.demo.report import build_report, slo_from_alone, write_html, write_json, write_picture
-from vllm_coserve.demo.servers import running_pair
+from vllm_coserve.demo.servers import Pair, free_port, running_engine, running_pair
+from vllm_coserve.demo.training import JobResult, Learning, ensure_policy, job_of, learn
 
 _WARMUP = (16, 64, 256)
+_COMMON = "--enforce-eager --max-model-len 1024 --max-num-seqs 48 --block-size 32 --disable-uvicorn-access-log"
+_DEDICATED_KV_BYTES = 64 << 20
+_TRAIN_BOUND_S = 900.0  # of a job
+_TRAIN_RATE = 0.5  # of the other phases' traffic: the host core has the learner and the dedicated engine as well
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +45,8 @@ class Options:
     ttft_slo_ms: float | None
     tpot_slo_ms: float | None
     slo_factor: float
+    train_steps: int  # of the RL job; 0: none
+    train_steps_alone: int  # of the same job without the borrowed engine
     seed: int
 
 
@@ -83,6 +90,7 @@ class Demo:
         slo_flags = [f"--coserve-{k.removesuffix('_ms')}-slo-ms={v:.3f}" for k, v in slo.items()]
         phases(slo_flags, "pair-2.log", ("rollout alone", False, True), ("co-serving, gated", True, True))
         phases([*slo_flags, "--coserve-policy=none"], "pair-3.log", ("co-serving, no gate", True, True))
+        learning = self._learn(serving, slo_flags) if o.train_steps else None
         facts = {
             "arrivals": self._arrival_facts(arrivals, stretch),
             "command": " ".join(["python -m vllm_coserve.demo", *sys.argv[1:]]),
@@ -90,15 +98,52 @@ class Demo:
             "machine": f"{platform.platform()}, {os.cpu_count()} cores, {cpu_name()}",
             "seconds_total": time.monotonic() - began,
         }
-        report = build_report(slo, results, versions(), facts)
+        report = build_report(slo, results, versions(), facts, learning)
         write_json(report, o.out / "report.json")
         write_html(report, slo, results, o.out / "report.html")
         write_picture(slo, results, o.out / "report.png")
         return report
 
+    def _learn(self, serving: Path, slo_flags: list[str]) -> Learning:
+        """An RL job on a dedicated engine alone, then with the borrowed one, beside serving traffic."""
+        o = self._o
+        self.say("making a tiny policy", final=True)
+        policy = ensure_policy(o.out / "models" / "demo-policy")
+        flags = [*self._flags(serving, policy), *slo_flags]
+        engine_argv = [str(policy), *_COMMON.split(), "--served-model-name=rollout"]
+        engine_argv.append(f"--kv-cache-memory-bytes={_DEDICATED_KV_BYTES}")
+        arrivals = bursty(_TRAIN_BOUND_S, o.rate_per_s * _TRAIN_RATE, o.seed)
+
+        def job(name: str, steps: int, pair: Pair, dedicated: str, borrowed: str | None) -> JobResult:
+            self.say(f"phase: learning, {name}", final=True)
+            out = o.out / f"train-{name.replace(' ', '-')}"
+            shutil.rmtree(out, ignore_errors=True)  # it would go on with its last step
+            run = learn(
+                job_of(policy, out, steps, dedicated, borrowed),
+                out.with_suffix(".log"),
+                pair,
+                arrivals,
+                SERVING_SPEC.vocab,
+                _TRAIN_BOUND_S,
+                self.say,
+            )
+            result = asyncio.run(run)
+            mean_s = sum(s["step_s"] for s in result.steps) / len(result.steps)
+            text = f"  {name}: {len(result.steps)} steps of {mean_s:.1f} s, success {result.steps[-1]['success']:.0%}"
+            self.say(text, final=True)
+            return result
+
+        with (
+            running_pair(flags, *self._ports, o.out / "pair-4.log", self.say) as pair,
+            running_engine(engine_argv, o.out / "dedicated.log", self.say) as (url, _),
+        ):
+            asyncio.run(warm_up(pair.serving_url, pair.rollout_url))
+            alone = job("dedicated only", o.train_steps_alone, pair, url, None)
+            return Learning(alone, job("dedicated and borrowed", o.train_steps, pair, url, pair.rollout_url))
+
     def _flags(self, serving: Path, rollout: Path) -> list[str]:
         port, rollout_port = self._ports
-        common = "--enforce-eager --max-model-len 1024 --max-num-seqs 48 --block-size 32 --disable-uvicorn-access-log"
+        common = _COMMON
         rollout_args = f"{common} --served-model-name rollout --stream-interval 8 --max-num-batched-tokens 1024"
         return [
             str(serving),
@@ -161,13 +206,6 @@ def _line(result: PhaseResult) -> str:
     return text + (f"; errors: {sorted(errors)[:3]}" if errors else "")
 
 
-def free_port() -> int:
-    """A TCP port that nobody listens on now."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
-
-
 def versions() -> dict[str, str]:
     """Versions of what the figures depend on."""
     out = {"vllm-coserve": __version__, "python": platform.python_version()}
@@ -192,4 +230,5 @@ def cpu_name() -> str:
 
 def minutes_needed(options: Options) -> float:
     """A rough forecast, for the first line of the demo."""
-    return math.ceil((3 * options.seconds + options.rollout_alone_seconds + 3 * 35) / 60)
+    learning_s = 2 * 45 + 5 * (options.train_steps + options.train_steps_alone) if options.train_steps else 0
+    return math.ceil((3 * options.seconds + options.rollout_alone_seconds + 3 * 35 + learning_s) / 60)

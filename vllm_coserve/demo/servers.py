@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -100,6 +101,27 @@ def running_pair(
     with running_server(vllm_serve(*argv), urls, log, engine_env(DEVICE_CORE), say) as process:
         pin(process.pid)
         yield Pair(process, *urls, log)
+
+
+@contextlib.contextmanager
+def running_engine(
+    argv: Sequence[str], log: Path, say: Callable[[str], None] = lambda text: None
+) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+    """Run a rollout engine of its own, `vllm serve ARGV...`, its worker on the host core: (address, process)."""
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    flags = [f"--port={port}", "--host=127.0.0.1", "--enable-scale-out", "--weight-transfer-config"]
+    # The first is for vLLM's routes for weights.
+    env = engine_env(HOST_CORE) | {"VLLM_SERVER_DEV_MODE": "1", "VLLM_COSERVE_SHARED_CORES": "1"}
+    with running_server(vllm_serve(*argv, *flags, '{"backend": "coserve"}'), [url], log, env, say) as process:
+        yield url, process
+
+
+def free_port() -> int:
+    """A TCP port that nobody listens on now."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
 
 
 def _await_health(
