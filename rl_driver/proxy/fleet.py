@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
@@ -16,11 +14,11 @@ import msgspec
 
 from rl_driver.api.openai import Publication
 from rl_driver.api.proxy_config import ProxyConfig
-from rl_driver.policy.health import Breaker, BreakerConfig
 from rl_driver.policy.routing import Kind, Worker
 from rl_driver.policy.selection import Candidate, select_borrowed
 from rl_driver.policy.versions import version_number
-from rl_driver.proxy.publication import update
+from rl_driver.proxy.member import HeldByAnotherError, Member, Models, Status, UnusableError
+from rl_driver.proxy.publication import Publisher
 
 logger = logging.getLogger("coserve.proxy")
 
@@ -29,73 +27,6 @@ _REFUSED_S = 10.0  # before an engine that another job holds is asked again
 _USAGE_WEIGHT = 0.2
 _RELEASE_BOUND_S = 3.0
 _CARD_BOUND_S = 20.0
-_UPDATE_RETRY_S = 10.0  # a dedicated engine ends what is under way at each try
-_UPDATE_POLL_S = 0.02
-
-
-class _Pages(msgspec.Struct):
-    pool: int
-    serving: int
-    serving_cached: int
-
-
-class _Gate(msgspec.Struct):
-    slack_ms: float
-
-
-class _Weights(msgspec.Struct):
-    version: str
-
-
-class _Holder(msgspec.Struct):
-    job: str
-
-
-class _Status(msgspec.Struct):
-    state: str
-    pages: _Pages
-    weights: _Weights
-    gate: _Gate | None = None
-    registration: _Holder | None = None
-
-
-class _Model(msgspec.Struct):
-    id: str
-    max_model_len: int | None = None
-    root: str | None = None
-
-
-class _Models(msgspec.Struct):
-    data: list[_Model]
-
-
-@dataclass(slots=True)
-class Member:
-    """What is known of a worker."""
-
-    url: str
-    kind: Kind
-    breaker: Breaker = field(default_factory=lambda: Breaker(BreakerConfig()))
-    models: tuple[str, ...] = ()
-    root: str = ""  # where its weights and tokenizer are
-    max_model_len: int = 0
-    sampling: dict[str, Any] | None = None  # vLLM's sampling parameters of a request that gives none
-    version: str = ""
-    seen_s: float = -1e18
-    alive: bool = False
-    active: bool = True  # borrowed: it is not deactivated
-    held: bool = False  # borrowed: by us
-    refused_until_s: float = -1e18
-    usage: float | None = None  # borrowed: share of the pool that serving uses, moving average
-    slack_ms: float | None = None  # borrowed: see `WorkerState`
-    wrong: str = ""  # why it cannot be used, for people
-    refused: str = ""  # borrowed: why it cannot be held
-    renewed_s: float = -1e18
-    updating: bool = False  # it gets other weights
-    update_failed: str = ""  # why it did not take weights, for people
-    update_failed_s: float = -1e18
-    update_refused: str = ""  # the weights that it did not take
-    listed: Worker | None = None  # as the scheduler knows it
 
 
 class Fleet:
@@ -118,7 +49,7 @@ class Fleet:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._upkeep: asyncio.Task[None] | None = None
         self._newest = 0
-        self.published: Publication | None = None
+        self._publisher = Publisher(self.members, self._call, self._list, clock)
 
     # ---- life
 
@@ -201,58 +132,14 @@ class Fleet:
     async def announce_step(self) -> None:
         """Tell the held engines that an RL step begins: their budgets are computed anew."""
         held = [m for m in self.members.values() if m.held and m.alive]
-        calls = (self._call("POST", m, "/coserve/v1/step") for m in held)
+        calls = (self._call(m, "POST", "/coserve/v1/step") for m in held)
         await asyncio.gather(*calls, return_exceptions=True)
 
-    # ---- weights
-
     async def publish(self, published: Publication, bound_s: float) -> None:
-        """Have all workers use these weights, those that are away once they come back.
-
-        Returns when all that are up have them or could not get them, at the latest after `bound_s`.
-
-        Raises:
-            ValueError: newer ones are published already.
-        """
-        if self.published is not None and published.version < self.published.version:
-            raise ValueError(f"version {self.published.version} is published already, which is newer")
-        self.published = published
+        """Have all workers use these weights; see `Publisher`. Raises ValueError."""
+        self._publisher.accept(published)
         self._newest = max(self._newest, version_number(published.name))
-        jobs = [asyncio.create_task(self._update(m)) for m in self.members.values()]
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(bound_s):
-                await asyncio.gather(*jobs)
-                while any(m.updating for m in self.members.values()):  # with what was published before, at first
-                    await asyncio.sleep(_UPDATE_POLL_S)
-
-    def _due(self, member: Member) -> Publication | None:
-        """The weights that a worker should be given now."""
-        published = self.published
-        may = member.alive and (member.kind == "dedicated" or (member.held and member.active))
-        if published is None or not may or member.updating or member.version == published.name:
-            return None
-        waits = member.update_failed and member.update_failed_s + _UPDATE_RETRY_S > self._clock()
-        return None if waits and member.update_refused == published.name else published
-
-    async def _update(self, member: Member) -> None:
-        """Bring a worker to the published weights, unless it has them or cannot take any now."""
-        while (published := self._due(member)) is not None:
-            member.updating = True
-            self._list(member)
-            try:
-                await update(member.kind, functools.partial(self._call_of, member), published)
-                member.version, member.update_failed = published.name, ""
-            except (_Unusable, _HeldByAnotherError, aiohttp.ClientError, OSError, TimeoutError) as exc:
-                why = f"it did not take weights {published.name}: {exc or type(exc).__name__}"
-                logger.warning("worker %s: %s", member.url, why)
-                member.update_failed, member.update_failed_s = why, self._clock()
-                member.update_refused = published.name
-            finally:
-                member.updating = False
-                self._list(member)
-
-    async def _call_of(self, member: Member, method: str, path: str, *args: Any, **query: str) -> bytes:
-        return await self._call(method, member, path, *args, **query)
+        await self._publisher.bring_all(bound_s)
 
     # ---- watching
 
@@ -265,7 +152,7 @@ class Fleet:
                 if not member.alive:
                     logger.info("worker %s is up", member.url)
                 member.alive = True
-            except _Unusable as exc:
+            except UnusableError as exc:
                 member.seen_s = self._clock()
                 self._note_wrong(member, str(exc))
                 member.alive = False
@@ -273,16 +160,16 @@ class Fleet:
                 gone = isinstance(exc, aiohttp.ClientConnectorError)
                 self._note_missing(member, f"{type(exc).__name__}: {exc}" if str(exc) else type(exc).__name__, gone)
             self._list(member)
-            await self._update(member)
+            await self._publisher.bring(member)
             await asyncio.sleep(max(0.0, began_s + self._config.poll_s - self._clock()))
 
     async def _look(self, member: Member) -> None:
         if not member.alive:
             await self._read_card(member)
         if member.kind == "dedicated":
-            await self._call("GET", member, "/health")
+            await self._call(member, "GET", "/health")
             return
-        status = msgspec.json.decode(await self._call("GET", member, "/coserve/v1/status"), type=_Status)
+        status = msgspec.json.decode(await self._call(member, "GET", "/coserve/v1/status"), type=Status)
         member.active = status.state == "active"
         member.version = status.weights.version
         usage = (status.pages.serving - status.pages.serving_cached) / max(1, status.pages.pool)
@@ -293,11 +180,11 @@ class Fleet:
 
     async def _read_card(self, member: Member) -> None:
         """What does not change while a worker lives: its model, and what it samples with by default."""
-        models = msgspec.json.decode(await self._call("GET", member, "/v1/models"), type=_Models).data
+        models = msgspec.json.decode(await self._call(member, "GET", "/v1/models"), type=Models).data
         if not models:
-            raise _Unusable("it serves no model")
+            raise UnusableError("it serves no model")
         body = {"model": models[0].id, "prompt": [0], "max_tokens": 1}
-        answer = await self._call("POST", member, "/v1/completions/render", body, _CARD_BOUND_S)
+        answer = await self._call(member, "POST", "/v1/completions/render", body, _CARD_BOUND_S)
         rendered = msgspec.json.decode(answer, type=list[dict[str, Any]])
         member.models = tuple(m.id for m in models)
         member.root, member.max_model_len = models[0].root or models[0].id, models[0].max_model_len or 0
@@ -308,13 +195,13 @@ class Fleet:
     async def _weights_of(self, member: Member) -> str:
         """The version that a dedicated engine says it has, where it says that."""
         try:
-            answer = await self._call("GET", member, "/weight_info")
+            answer = await self._call(member, "GET", "/weight_info")
         except aiohttp.ClientPayloadError:
             return "default"
         return msgspec.json.decode(answer, type=dict[str, str]).get("weight_version", "default")
 
     async def _call(
-        self, method: str, member: Member, path: str, body: Any = None, bound_s: float | None = None, **query: str
+        self, member: Member, method: str, path: str, body: Any = None, bound_s: float | None = None, **query: str
     ) -> bytes:
         bound = aiohttp.ClientTimeout(total=bound_s or max(2.0, self._config.poll_s))
         url = member.url + path
@@ -323,17 +210,17 @@ class Fleet:
         ) as answer:
             data = await answer.read()
             if answer.status == 403 and path.endswith("/render"):
-                raise _Unusable("start it with `vllm serve --enable-scale-out`: it does not take tokens in and out")
+                raise UnusableError("start it with `vllm serve --enable-scale-out`: it does not take tokens in and out")
             if answer.status in (401, 403):
-                raise _Unusable("it refuses the key: give its own with --worker-api-key")
+                raise UnusableError("it refuses the key: give its own with --worker-api-key")
             if answer.status == 404 and path in ("/pause", "/start_weight_update"):
-                raise _Unusable(
+                raise UnusableError(
                     'start it with VLLM_SERVER_DEV_MODE=1 and --weight-transfer-config \'{"backend": "coserve"}\''
                 )
             if answer.status == 404 and path.startswith("/coserve/"):
-                raise _Unusable("it is no borrowed rollout engine: name it with --dedicated")
+                raise UnusableError("it is no borrowed rollout engine: name it with --dedicated")
             if answer.status == 409 and path.endswith("/register"):
-                raise _HeldByAnotherError
+                raise HeldByAnotherError
             if answer.status >= 400:
                 said = data[:300].decode("utf-8", "replace")
                 raise aiohttp.ClientPayloadError(f"HTTP {answer.status} for {path}: {said}")
@@ -382,13 +269,13 @@ class Fleet:
 
     async def _take(self, member: Member) -> None:
         try:
-            await self._call("POST", member, "/coserve/v1/register", {"job": self._config.job, "ttl_s": _TTL_S})
-        except _HeldByAnotherError:
+            await self._call(member, "POST", "/coserve/v1/register", {"job": self._config.job, "ttl_s": _TTL_S})
+        except HeldByAnotherError:
             if not member.refused:
                 logger.warning("borrowed engine %s is held by another RL job", member.url)
             member.refused = "another RL job holds it"
             member.held, member.refused_until_s = False, self._clock() + _REFUSED_S
-        except (_Unusable, aiohttp.ClientError, OSError, TimeoutError) as exc:
+        except (UnusableError, aiohttp.ClientError, OSError, TimeoutError) as exc:
             member.refused = f"it could not be registered with: {exc or type(exc).__name__}"
         else:
             member.held, member.renewed_s, member.refused = True, self._clock(), ""
@@ -397,8 +284,8 @@ class Fleet:
     async def _release(self, member: Member) -> None:
         member.held = False
         self._list(member)
-        with contextlib.suppress(_Unusable, _HeldByAnotherError, aiohttp.ClientError, OSError, TimeoutError):
-            await self._call("DELETE", member, "/coserve/v1/register", job=self._config.job)
+        with contextlib.suppress(UnusableError, HeldByAnotherError, aiohttp.ClientError, OSError, TimeoutError):
+            await self._call(member, "DELETE", "/coserve/v1/register", job=self._config.job)
 
     # ---- the scheduler's view
 
@@ -419,11 +306,3 @@ class Fleet:
         if worker != member.listed:
             member.listed = worker
             self._put(worker)
-
-
-class _Unusable(Exception):
-    """The worker answers, but cannot be used; the text says what to do."""
-
-
-class _HeldByAnotherError(Exception):
-    """HTTP 409."""

@@ -15,7 +15,8 @@ import msgspec
 
 from rl_driver.api.openai import ChatRequest, CompletionRequest, StreamOptions
 from rl_driver.proxy.continuation import OverloadedError
-from rl_driver.proxy.fleet import Fleet, Member
+from rl_driver.proxy.fleet import Fleet
+from rl_driver.proxy.member import Member
 from rl_driver.proxy.text import TextTokenizer
 from rl_driver.proxy.upstream import GenerateRequest, RefusedError
 

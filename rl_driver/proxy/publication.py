@@ -2,16 +2,88 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+import asyncio
+import contextlib
+import functools
+import logging
+import time
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
+
+import aiohttp
 
 from rl_driver.api.openai import Publication
 from rl_driver.policy.routing import Kind
+from rl_driver.proxy.member import HeldByAnotherError, Member, UnusableError
+
+logger = logging.getLogger("coserve.proxy")
 
 _PULL_BOUND_S = 750.0  # more than an engine's own bound
 _SWITCH_BOUND_S = 60.0
+_RETRY_S = 10.0  # a dedicated engine ends what is under way at each try
+_POLL_S = 0.02
 
 Call = Callable[..., Awaitable[bytes]]  # (method, path, body=None, bound_s=None, **query), to one worker
+
+
+class Publisher:
+    """Keeps workers at the weights that were published last."""
+
+    def __init__(
+        self,
+        members: Mapping[str, Member],
+        call: Callable[..., Awaitable[bytes]],
+        changed: Callable[[Member], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`call` is a call of a member, with the member first; `changed` gets those that begin or end an update."""
+        self._members, self._call, self._changed, self._clock = members, call, changed, clock
+        self.published: Publication | None = None
+
+    def accept(self, published: Publication) -> None:
+        """Have all workers use these weights from now on, those that are away once they come back.
+
+        Raises:
+            ValueError: newer ones are published already.
+        """
+        if self.published is not None and published.version < self.published.version:
+            raise ValueError(f"version {self.published.version} is published already, which is newer")
+        self.published = published
+
+    async def bring_all(self, bound_s: float) -> None:
+        """Until all workers that are up have them or could not get them, at the latest after `bound_s`."""
+        jobs = [asyncio.create_task(self.bring(m)) for m in self._members.values()]
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(bound_s):
+                await asyncio.gather(*jobs)
+                while any(m.updating for m in self._members.values()):  # with what was published before, at first
+                    await asyncio.sleep(_POLL_S)
+
+    async def bring(self, member: Member) -> None:
+        """Bring a worker to the published weights, unless it has them or cannot take any now."""
+        while (published := self._due(member)) is not None:
+            member.updating = True
+            self._changed(member)
+            try:
+                await update(member.kind, functools.partial(self._call, member), published)
+                member.version, member.update_failed = published.name, ""
+            except (UnusableError, HeldByAnotherError, aiohttp.ClientError, OSError, TimeoutError) as exc:
+                why = f"it did not take weights {published.name}: {exc or type(exc).__name__}"
+                logger.warning("worker %s: %s", member.url, why)
+                member.update_failed, member.update_failed_s = why, self._clock()
+                member.update_refused = published.name
+            finally:
+                member.updating = False
+                self._changed(member)
+
+    def _due(self, member: Member) -> Publication | None:
+        """The weights that a worker should be given now."""
+        published = self.published
+        may = member.alive and (member.kind == "dedicated" or (member.held and member.active))
+        if published is None or not may or member.updating or member.version == published.name:
+            return None
+        waits = member.update_failed and member.update_failed_s + _RETRY_S > self._clock()
+        return None if waits and member.update_refused == published.name else published
 
 
 async def update(kind: Kind, call: Call, published: Publication) -> None:

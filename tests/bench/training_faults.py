@@ -3,8 +3,8 @@
     python -m tests.bench.training_faults [--faults 20]
 
 In turn the borrowed engine is killed, stopped, taken back by its owner, and cut off; the job must do a step after each.
-Then the dedicated engine is killed, the disk of the checkpoints is full for a while (a small tmpfs, so this needs root),
-and the job is killed and started again: it goes on from its newest checkpoint to its last step.
+Then the disk of the checkpoints is full for a while (a small tmpfs, so this needs root), the job is killed and started
+again, where it goes on from its newest checkpoint, and the dedicated engine is killed.
 """
 
 from __future__ import annotations

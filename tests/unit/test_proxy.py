@@ -489,7 +489,7 @@ def test_who_comes_back_gets_the_published_weights():
 
 
 def test_a_worker_that_cannot_take_weights_says_why_and_is_asked_again_later(monkeypatch):
-    monkeypatch.setattr("rl_driver.proxy.fleet._UPDATE_RETRY_S", 0.3)
+    monkeypatch.setattr("rl_driver.proxy.publication._RETRY_S", 0.3)
 
     async def test():
         async with workers(FakeWorker(), FakeWorker(borrowed=True)) as fakes, running(*fakes) as client:
