@@ -99,7 +99,11 @@ async def update(kind: Kind, call: Call, published: Publication) -> None:
     # on elsewhere, or here with KV that is computed anew.
     await call("POST", "/pause", None, _SWITCH_BOUND_S, mode="abort")
     try:
-        await call("POST", "/start_weight_update", None, _SWITCH_BOUND_S)
+        try:
+            await call("POST", "/start_weight_update", None, _SWITCH_BOUND_S)
+        except aiohttp.ClientPayloadError:  # a proxy that was killed in the middle has left an update open, perhaps
+            await call("POST", "/finish_weight_update", {"weight_version": "unfinished"}, _SWITCH_BOUND_S)
+            await call("POST", "/start_weight_update", None, _SWITCH_BOUND_S)
         await call("POST", "/update_weights", {"update_info": source(published)}, _PULL_BOUND_S)
         await call("POST", "/finish_weight_update", {"weight_version": published.name}, _SWITCH_BOUND_S)
     finally:  # the old weights are in use, or the engine has ended

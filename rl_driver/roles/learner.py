@@ -15,6 +15,8 @@ from rl_driver.training.samples import Sample
 from vllm_coserve.weights.relay import Relay, RelayClient
 from vllm_coserve.weights.snapshot import publish
 
+_PROBED = 16  # samples of a step that are scored anew, to see how far sampler and learner are apart
+
 
 class LearnerRole:
     """One per job. Its methods are called one after the other."""
@@ -29,6 +31,7 @@ class LearnerRole:
         self._key = secrets.token_urlsafe(16)
         self._relay = Relay(key=self._key)
         self._client = RelayClient(self._relay.url, self._key)
+        self._probe_due, self._agreement = True, None
 
     def restore(self) -> dict[str, Any] | None:
         """Go on from the newest checkpoint; returns what was saved with it, None where there is none."""
@@ -36,19 +39,26 @@ class LearnerRole:
 
     def add(self, samples: Sequence[Sample]) -> None:
         """Add the gradients of samples to those of the next step."""
+        if self._probe_due:
+            self._probe_due, self._agreement = False, self._learner.agreement(samples[:_PROBED])
         self._learner.add(samples)
 
     def step(self) -> dict[str, float]:
-        """One optimiser step; returns its figures."""
-        return self._learner.step()
+        """One optimiser step; returns its figures, once an RL step with how far sampler and learner are apart."""
+        figures = self._learner.step()
+        if self._agreement is not None:
+            figures["sampler_log_ratio_abs_mean"], self._agreement = self._agreement, None
+        return figures
 
     def end_step(self) -> int:
         """The RL step is over; returns the number of the weights that it has made."""
+        self._probe_due = True
         return self._learner.end_step()
 
     def publish(self, keep: int) -> dict[str, Any]:
         """Put the weights into the relay, and forget all but the newest `keep` versions; returns where they are."""
         version = self._learner.version
+        self._learner.remember(keep)
         publish(self._client, version, self._learner.weights())
         for old in self._client.versions()[:-keep]:
             self._client.delete(old)

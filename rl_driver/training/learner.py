@@ -48,7 +48,7 @@ class Learner:
         self.config = config
         self.version = 0  # of the weights, as samplers know it: RL steps, each of which may be several optimiser steps
         self.updates = 0  # optimiser steps
-        self._version_updates = 0  # those of `version`
+        self._sampled_with: dict[int, list[Tensor]] = {}  # weights of the latest versions that samplers have
         self._ranks = dist.get_world_size() if dist.is_initialized() else 1
         self.model = model.float()
         if self._ranks > 1:
@@ -62,10 +62,31 @@ class Learner:
     def end_step(self) -> int:
         """The RL step is over; returns the number of the weights that it has made."""
         self.version += 1
-        self._version_updates = self.updates
         return self.version
 
     # ---- gradients
+
+    def remember(self, versions: int) -> None:
+        """Samplers get the weights of now: keep them, and those of `versions` - 1 before, for `agreement`."""
+        self._sampled_with[self.version] = [p.detach().clone() for p in self.model.parameters()]
+        for old in sorted(self._sampled_with)[:-versions]:
+            del self._sampled_with[old]
+
+    @torch.no_grad()
+    def agreement(self, samples: Sequence[Sample]) -> float | None:
+        """Mean |log ratio| of learner and sampler over tokens whose very weights `remember` has kept; None: no such."""
+        now = [p.detach().clone() for p in self.model.parameters()]
+        apart = count = 0.0
+        for version, weights in self._sampled_with.items():
+            same = [s for s in samples if s.versions == (version, version)]
+            if not same:
+                continue
+            _put(self.model, weights)
+            for sample, logprobs in zip(same, self.score(same), strict=True):
+                apart += sum(abs(a - b) for a, b in zip(logprobs, sample.logprobs, strict=True))
+                count += len(logprobs)
+        _put(self.model, now)
+        return apart / count if count else None
 
     def add(self, samples: Sequence[Sample]) -> None:
         """Add the gradients of samples to those of the next step, in micro-batches."""
@@ -90,8 +111,6 @@ class Learner:
         ratio = torch.exp(apart)
         clipped = ((ratio < 1 - config.clip.low) | (ratio > 1 + config.clip.high)) & batch.mask
         tokens = batch.mask.sum()
-        # Where the sampler had the very weights of now, the two must agree, up to rounding.
-        same = batch.mask & ~stale if self.updates == self._version_updates else torch.zeros_like(batch.mask)
         values = [
             total.detach(),
             count,
@@ -99,8 +118,6 @@ class Learner:
             apart.abs().sum(),
             clipped.sum(),
             (entropies.detach() * batch.mask).sum(),
-            (apart.abs() * same).sum(),
-            same.sum(),
         ]
         self._sums += torch.stack([v.double().cpu() for v in values])
 
@@ -118,15 +135,13 @@ class Learner:
     def step(self) -> dict[str, float]:
         """Apply what was added; returns figures of these samples.
 
-        `sampler_log_ratio_abs_mean` is there where some were made by the very weights that they met here.
-
         Raises:
             ValueError: nothing was added.
         """
         sums = self._sums.clone()
         if self._ranks > 1:
             dist.all_reduce(sums)
-        loss, count, tokens, apart, clipped, entropy, same_apart, same = sums.tolist()
+        loss, count, tokens, apart, clipped, entropy = sums.tolist()
         if not count:
             raise ValueError("no sample was added since the last step")
         for parameter in self.model.parameters():
@@ -140,7 +155,6 @@ class Learner:
         self._optimizer.zero_grad(set_to_none=True)
         self._sums.zero_()
         self.updates += 1
-        agreement = {"sampler_log_ratio_abs_mean": same_apart / same} if same else {}
         norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
         return {
             "loss": loss / count,
@@ -149,7 +163,6 @@ class Learner:
             "clipped_share": clipped / max(1.0, tokens),
             "entropy": entropy / max(1.0, tokens),
             "gradient_norm": float(norm),
-            **agreement,
         }
 
     @torch.no_grad()
@@ -199,11 +212,15 @@ class Learner:
             options=StateDictOptions(strict=True),
         )
         self.version, self.updates = int(state["version"]), int(state["updates"])
-        self._version_updates = self.updates
         return json.loads(state["extra"])
 
 
-_SUMS = ("loss", "count", "tokens", "apart", "clipped", "entropy", "same_apart", "same_tokens")
+_SUMS = ("loss", "count", "tokens", "apart", "clipped", "entropy")
+
+
+def _put(model: torch.nn.Module, weights: Sequence[Tensor]) -> None:
+    for parameter, value in zip(model.parameters(), weights, strict=True):
+        parameter.copy_(value)
 
 
 def _shard(model: torch.nn.Module) -> None:

@@ -36,7 +36,7 @@ class FakeWorker:
         self.faults, self.calls, self.open, self.cancelled = [], [], 0, 0
         self.usage, self.state, self.holder, self.steps, self.healthy = 0.1, "active", None, 0, True
         self.says_versions = True
-        self.updates, self.refuses_updates, self.paused = [], 0, False
+        self.updates, self.refuses_updates, self.paused, self.update_open = [], 0, False, False
 
     async def __aenter__(self):
         app = web.Application(client_max_size=1 << 26)
@@ -125,14 +125,18 @@ class FakeWorker:
     async def _update(self, request):
         step = request.path[1:]
         self.paused = step != "resume" and (self.paused or step == "pause")
-        if step == "update_weights":
-            assert self.paused
+        if step == "start_weight_update":
+            if self.update_open:
+                return web.json_response({"error": "an update is active: finish it first"}, status=500)
+            self.update_open = True
+        elif step == "update_weights":
+            assert self.paused and self.update_open
             if self.refuses_updates:
                 self.refuses_updates -= 1
                 return web.json_response({"error": "the relay does not answer"}, status=500)
             self.updates.append((await request.json())["update_info"])
         elif step == "finish_weight_update":
-            self.version = (await request.json())["weight_version"]
+            self.version, self.update_open = (await request.json())["weight_version"], False
         return web.json_response({})
 
     async def _step(self, request):

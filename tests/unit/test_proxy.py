@@ -471,6 +471,17 @@ def test_published_weights_reach_every_kind_of_engine():
     run(test())
 
 
+def test_an_update_that_a_killed_proxy_left_open_is_closed():
+    async def test():
+        async with workers(FakeWorker()) as fakes, running(*fakes) as client:
+            fakes[0].update_open = True
+            status, state, _ = await client.post("/coserve/v1/weights", _PUBLISHED)
+            assert status == 200 and [w["version"] for w in state["workers"]] == ["step-7"]
+            assert not fakes[0].paused and not fakes[0].update_open
+
+    run(test())
+
+
 def test_who_comes_back_gets_the_published_weights():
     async def test():
         late = FakeWorker(borrowed=True)

@@ -18,19 +18,26 @@ from vllm_coserve.control.block import ControlBlock
 
 _SLEEP_S = 0.2  # bound of one sleep: how late a shutdown is seen at worst
 _PR_SET_TIMERSLACK = 29
+_SAME_WAIT_S = 200e-6  # who comes back later than that has found something, and waits for the next thing
+_NAP_SHARE, _NAP_MAX_S = 1 / 8, 50e-6  # of the time waited so far
 _thread = threading.local()
 
 
 def nap() -> None:
-    """Leave the core to others for some 20 us; stands in for vLLM's sched_yield().
+    """Leave the core to others for some 20 us, or 70 in a longer wait; stands in for vLLM's sched_yield().
 
     A loop of sched_yield() has been seen to keep other processes of the same core from running for up to ten seconds:
     since Linux 6.18 each call gives up a whole time slice of virtual time, without bound in a group of tasks (cgroup,
     or session with autogroup) that has no other task on the core, and the group's clock is wrong from then on.
     """
-    if not hasattr(_thread, "exact"):  # the kernel rounds a sleep up by 50 us, unless told otherwise
-        _thread.exact = ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1, 0, 0, 0)
-    time.sleep(0)
+    now_s = time.monotonic()
+    if not hasattr(_thread, "woke_s"):  # the kernel rounds a sleep up by 50 us, unless told otherwise
+        ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1, 0, 0, 0)
+        _thread.woke_s = -1.0
+    if now_s - _thread.woke_s > _SAME_WAIT_S:
+        _thread.since_s = now_s
+    time.sleep(min((now_s - _thread.since_s) * _NAP_SHARE, _NAP_MAX_S))
+    _thread.woke_s = time.monotonic()
 
 
 def futex_condition_class(original: type, block: ControlBlock, may_spin: Callable[[], bool]) -> type:
