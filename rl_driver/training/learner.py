@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.func import functional_call
 
 from rl_driver.training.losses import Aggregate, Clip, add_up, importance_weights, token_losses
 from rl_driver.training.samples import Batch, Sample, micro_batches
@@ -52,7 +52,7 @@ class Learner:
         self._ranks = dist.get_world_size() if dist.is_initialized() else 1
         self.model = model.float()
         if self._ranks > 1:
-            _shard(self.model)
+            _shard(self.model, config.bf16)
         self.device = next(self.model.parameters()).device
         self._optimizer = torch.optim.AdamW(
             self.model.parameters(), config.learning_rate, config.betas, weight_decay=config.weight_decay
@@ -67,8 +67,8 @@ class Learner:
     # ---- gradients
 
     def remember(self, versions: int) -> None:
-        """Samplers get the weights of now: keep them, and those of `versions` - 1 before, for `agreement`."""
-        self._sampled_with[self.version] = [p.detach().clone() for p in self.model.parameters()]
+        """Samplers get the weights of now, in bfloat16: keep those of the latest `versions` for `agreement`."""
+        self._sampled_with[self.version] = [p.detach().to(torch.bfloat16) for p in self.model.parameters()]
         for old in sorted(self._sampled_with)[:-versions]:
             del self._sampled_with[old]
 
@@ -123,9 +123,12 @@ class Learner:
 
     def _logprobs(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Logprobs and entropies of the tokens at their places, [batch, tokens]; 0 at place 0."""
-        bf16 = torch.autocast(self.device.type, torch.bfloat16) if self.config.bf16 else nullcontext()
-        with bf16:
-            logits = self.model(input_ids=batch.token_ids, attention_mask=batch.attention).logits[:, :-1]
+        # As the samplers compute: with the weights of now rounded to bfloat16, norms too; gradients pass the rounding.
+        # Sharded weights are rounded by FSDP.
+        rounds = self.config.bf16 and self._ranks == 1
+        weights = {n: p.bfloat16() for n, p in self.model.named_parameters()} if rounds else {}
+        inputs = {"input_ids": batch.token_ids, "attention_mask": batch.attention}
+        logits = functional_call(self.model, weights, kwargs=inputs).logits[:, :-1]
         spread = torch.log_softmax(logits.float() / self.config.temperature, -1)
         logprobs = spread.gather(-1, batch.token_ids[:, 1:, None]).squeeze(-1)
         entropies = -(spread.exp() * spread).sum(-1)
@@ -223,11 +226,12 @@ def _put(model: torch.nn.Module, weights: Sequence[Tensor]) -> None:
         parameter.copy_(value)
 
 
-def _shard(model: torch.nn.Module) -> None:
+def _shard(model: torch.nn.Module, bf16: bool) -> None:
     """FSDP2, a unit a layer."""
-    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if bf16 else MixedPrecisionPolicy()
     layers = getattr(getattr(model, "model", model), "layers", [])
     for layer in layers:
-        fully_shard(layer)
-    fully_shard(model)
+        fully_shard(layer, mp_policy=policy)
+    fully_shard(model, mp_policy=policy)

@@ -169,7 +169,11 @@ def test_micro_batches_make_the_same_step_as_one_batch(aggregate):
 
 
 def test_samplers_are_compared_with_the_very_weights_that_they_had():
-    learner, samples = Learner(tiny_model(), config()), made_up(6)
+    model = tiny_model()
+    with torch.no_grad():
+        for parameter in model.parameters():  # samplers have bfloat16
+            parameter.copy_(parameter.bfloat16())
+    learner, samples = Learner(model, config()), made_up(6)
     samples = [replace(s, versions=(0, 0), logprobs=p) for s, p in zip(samples, learner.score(samples), strict=True)]
     assert learner.agreement(samples) is None, "nobody has these weights"
     learner.remember(2)
