@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import struct
 from pathlib import Path
+from typing import Any
 
 _SHAPES: dict[str, list[int]] = {}  # tensors of the first checkpoint; later ones must have the same
 
@@ -63,3 +64,16 @@ def read_shapes(folder: Path) -> dict[str, list[int]]:
             raise ValueError(f"{file.name} is truncated")
         shapes.update({k: v["shape"] for k, v in entries.items()})
     return shapes
+
+
+def repack_embeddings(model: Any) -> None:
+    """After a reload on CPU: have output layers that share their weight with the embedding compute with the new one.
+
+    They compute with a packed copy, which vLLM makes anew only for the layer whose name the checkpoint has.
+    """
+    from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+
+    for module in model.modules():
+        method = getattr(module, "quant_method", None)
+        if "cpu_linear" in vars(module) and isinstance(method, UnquantizedEmbeddingMethod):
+            method.process_weights_after_loading(module)

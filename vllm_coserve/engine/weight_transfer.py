@@ -17,7 +17,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.model_executor.model_loader.reload.inplace import reload_weights
 
-from vllm_coserve.engine.checkpoint import known_shapes
+from vllm_coserve.engine.checkpoint import known_shapes, repack_embeddings
 from vllm_coserve.engine.relayed_weights import RelayedWeights
 
 logger = logging.getLogger("vllm.coserve")
@@ -60,6 +60,7 @@ class RelayTransferEngine(WeightTransferEngine[RelayInitInfo, RelayUpdateInfo]):
         tensors = source.read(known_shapes(self.model_config.model))
         try:
             reload_weights(self.vllm_config, self.model, tensors.items(), None, True)
+            repack_embeddings(self.model)
         except BaseException:  # recovery: nobody can vouch for these weights; whoever runs the engine starts it again
             logger.exception("coserve: weights could be loaded only in part, ending this engine")
             os._exit(1)

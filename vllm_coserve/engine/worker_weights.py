@@ -16,7 +16,7 @@ from typing import Any
 
 from vllm_coserve.control.block import ControlBlock
 from vllm_coserve.control.words import Bell, Word
-from vllm_coserve.engine.checkpoint import difference, known_shapes
+from vllm_coserve.engine.checkpoint import difference, known_shapes, repack_embeddings
 from vllm_coserve.engine.relayed_weights import RelayedWeights
 
 _FREED_FROM_BYTES = 64 << 10  # smaller parameters stay: some of them (scales) are in no checkpoint
@@ -124,6 +124,11 @@ def _can_reload(worker: Any) -> bool:
     return hasattr(get_model_loader(worker.vllm_config.load_config), "get_all_weights")
 
 
+def _reload(worker: Any, **source: Any) -> None:
+    worker.reload_weights(**source)
+    repack_embeddings(worker.model_runner.get_model())
+
+
 def _free(worker: Any) -> str:
     model = worker.model_runner.get_model()
     if not _can_reload(worker):
@@ -150,15 +155,15 @@ def _restore(worker: Any) -> str:
                 parameter.untyped_storage().resize_(sizes[name])
         delattr(model, _SIZES)
         if not _RELAYED:
-            worker.reload_weights()
+            _reload(worker)
             return ""
         try:
             tensors = _RELAYED[0].read(known_shapes(worker.vllm_config.model_config.model))
         except Exception as exc:  # recovery: the relay ended with its RL job; those of the folder are still there
             _RELAYED.clear()
-            worker.reload_weights()
+            _reload(worker)
             return f"the weights in use before are not to be had any more ({exc})"
-        worker.reload_weights(weights_iterator=tensors.items())
+        _reload(worker, weights_iterator=tensors.items())
     return ""
 
 
@@ -167,7 +172,7 @@ def _apply(worker: Any, number: int) -> str:
     source, tensors = _PULLED.pop(number, (None, "another update came in between"))
     if isinstance(tensors, str) or source is None:
         return str(tensors)
-    worker.reload_weights(weights_iterator=tensors.items())
+    _reload(worker, weights_iterator=tensors.items())
     _RELAYED[:] = [source]
     return ""
 
@@ -177,11 +182,11 @@ def _load(worker: Any, path: str) -> str:
     if wrong := difference(known_shapes(before), Path(path)):
         return wrong
     try:
-        worker.reload_weights(weights_path=path)
+        _reload(worker, weights_path=path)
     except Exception as exc:  # recovery: the old weights come back; what a loader raises is not documented
         if _RELAYED:
             raise
-        worker.reload_weights(weights_path=before)
+        _reload(worker, weights_path=before)
         return f"{path} could not be loaded ({type(exc).__name__}: {exc}); the old weights are in use"
     _RELAYED.clear()
     return ""
