@@ -34,7 +34,7 @@ class Word(IntEnum):
     ROLLOUT_HELD_PAGES = auto()  # R: pages in its table
     ROLLOUT_CAP_PAGES = auto()  # S: pages that the rollout must come down to (reclaim)
     RECLAIM_SEQ = auto()  # S: counts reclaim requests
-    RECLAIM_URGENT = auto()  # S: 1 while serving waits for pages: victims may be taken
+    RECLAIM_URGENT = auto()  # S: 1 while serving waits for pages: the bound of their return is shorter
     RECLAIM_DONE_SEQ = auto()  # R: last reclaim request that it has met
     BUDGET_PAGES = auto()  # S: rollout budget of the memory policy
     GRANTED_SEQ = auto()  # S: counts page grants, so that the rollout looks for new pages only when there are some

@@ -29,7 +29,9 @@ from vllm_coserve.policy.memory import (
 from vllm_coserve.policy.slack import Decoding, PendingPrefill, ServingFacts, Slo, serving_slack
 
 _RECLAIM_WAIT_S = 0.1  # a serving allocation waits for pages at most so long, then vLLM's scheduler does without
-_DEBT_KILL_S = 1.0  # a rollout engine that owes pages for so long is killed; its pages follow within milliseconds
+# A rollout engine that owes pages for so long is killed: pages that serving waits for, and others. They follow within
+# milliseconds.
+_DEBT_KILL_S, _PATIENT_DEBT_KILL_S = 1.0, 5.0
 _TICK_S, _IDLE_TICK_S = 0.02, 0.1
 _CLEAN_PER_TICK = 16
 _MAX_PREFILLS_SEEN = 64
@@ -327,8 +329,10 @@ class ServingRuntime(CoreRuntime):
     def _ask_back(self, to_pages: int, urgent: bool) -> None:
         block = self.block
         under_way = block.get(Word.RECLAIM_SEQ) != block.get(Word.RECLAIM_DONE_SEQ)
-        if under_way and to_pages >= block.get(Word.ROLLOUT_CAP_PAGES):
-            return  # asked already
+        if under_way and to_pages >= block.get(Word.ROLLOUT_CAP_PAGES):  # asked already
+            if urgent:
+                block.set(Word.RECLAIM_URGENT, 1)
+            return
         if not under_way:
             self._reclaim_since_ns = time.monotonic_ns()
             self._reclaim_from = self.ledger.count(Owner.ROLLOUT)
@@ -354,10 +358,11 @@ class ServingRuntime(CoreRuntime):
     def _check_debt(self) -> None:
         """A rollout engine that does not give pages back (stopped, hung) is killed by the supervisor."""
         since_ns = self._reclaim_since_ns
-        if since_ns and time.monotonic_ns() - since_ns > _DEBT_KILL_S * 1e9:
+        bound_s = _DEBT_KILL_S if self.block.get(Word.RECLAIM_URGENT) else _PATIENT_DEBT_KILL_S
+        if since_ns and time.monotonic_ns() - since_ns > bound_s * 1e9:
             generation = self.block.get(Word.GENERATION)
             if self.block.get(Word.KILL_GENERATION) != generation:
-                logger.warning("coserve: the rollout engine owes pages for %.1f s, killing it", _DEBT_KILL_S)
+                logger.warning("coserve: the rollout engine owes pages for %.1f s, killing it", bound_s)
                 self.block.set(Word.KILL_GENERATION, generation)
                 self.block.ring(Bell.SUPERVISOR)
 
