@@ -225,6 +225,8 @@ def main() -> None:
     o = p.parse_args()
     slo = {"ttft_ms": o.ttft_slo_ms, "tpot_ms": o.tpot_slo_ms}
     flags = [f"--coserve-ttft-slo-ms={o.ttft_slo_ms}", f"--coserve-tpot-slo-ms={o.tpot_slo_ms}"]
+    # What oneDNN compiles for each shape is kept, up to 1,024 shapes by default: that would go on filling all the time.
+    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
     before, soak = machine.leftovers(), Soak(o)
     with machine.start([*flags, "--coserve-stall-timeout-s=30"], "soak.log", o.pool_gib) as pair:
         load = asyncio.run(soak.run(pair))
