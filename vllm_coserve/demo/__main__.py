@@ -32,7 +32,7 @@ def parse(argv: list[str] | None = None) -> Options:
     p = argparse.ArgumentParser(prog="python -m vllm_coserve.demo", description=__doc__)
     p.add_argument("--out", type=Path, default=Path("out/demo"), help="folder of models, logs and report")
     p.add_argument("--trace", type=Path, help="arrivals in the Azure CSV format (default: a bursty generator)")
-    p.add_argument("--seconds", type=_positive, default=105.0, help="length of each serving phase (%(default)s)")
+    p.add_argument("--seconds", type=_positive, default=80.0, help="length of each serving phase (%(default)s)")
     p.add_argument("--rollout-alone-seconds", type=_positive, default=40.0, help="length of that phase (%(default)s)")
     p.add_argument("--rate", type=_positive, default=3.8, help="mean serving requests per second (%(default)s)")
     p.add_argument("--rollouts", type=int, default=16, help="rollout requests at a time (%(default)s)")
@@ -40,7 +40,7 @@ def parse(argv: list[str] | None = None) -> Options:
     p.add_argument("--ttft-slo-ms", type=_positive, help="default: --slo-factor x P99 of serving alone")
     p.add_argument("--tpot-slo-ms", type=_positive, help="default: --slo-factor x P99 of serving alone")
     p.add_argument("--slo-factor", type=_positive, default=3.0, help="see --ttft-slo-ms (%(default)s)")
-    p.add_argument("--train-steps", type=_count, default=50, help="steps of the RL job, 0: leave it out (%(default)s)")
+    p.add_argument("--train-steps", type=_count, default=60, help="steps of the RL job, 0: leave it out (%(default)s)")
     p.add_argument(
         "--train-steps-alone", type=_count, default=12, help="steps of it without the borrowed engine (%(default)s)"
     )

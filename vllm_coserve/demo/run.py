@@ -230,5 +230,5 @@ def cpu_name() -> str:
 
 def minutes_needed(options: Options) -> float:
     """A rough forecast, for the first line of the demo."""
-    learning_s = 2 * 45 + 5 * (options.train_steps + options.train_steps_alone) if options.train_steps else 0
+    learning_s = 2 * 45 + 3 * (options.train_steps + options.train_steps_alone) if options.train_steps else 0
     return math.ceil((3 * options.seconds + options.rollout_alone_seconds + 3 * 35 + learning_s) / 60)
