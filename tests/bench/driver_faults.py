@@ -15,6 +15,7 @@ import os
 import random
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,8 @@ from tests.scenario.namespace import Link, namespace
 from tests.scenario.proxy_harness import Framework, Relay, Users, dedicated_engine, running_proxy, wait_usable
 from vllm_coserve.demo.models import ROLLOUT_SPEC, SERVING_SPEC, ensure_model
 from vllm_coserve.demo.servers import DEVICE_CORE, free_port
+
+Measure = Callable[[argparse.Namespace], dict[str, Any]]
 
 _PAUSE_S = 4.0
 _BACK_BOUND_S = 180.0
@@ -151,17 +154,17 @@ def markdown(result: dict[str, Any]) -> str:
     return text + results.table(["fault", "both engines back after s", "turns meanwhile"], rows)
 
 
-def main() -> None:
-    """Run and write driver_faults.json and driver_faults.md."""
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def run(name: str, description: str | None, measure: Measure, markdown: Callable[[dict[str, Any]], str]) -> None:
+    """The command line of a benchmark of faults: run it, and write NAME.json and NAME.md."""
+    p = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--faults", type=int, default=20)
     p.add_argument("--seed", type=int, default=0)
     p.add_argument("--out", type=Path, help="folder of the results (default: tests/bench/results)")
     o = p.parse_args()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     result = measure(o)
-    results.write("driver_faults", result, markdown(result), o.out)
+    results.write(name, result, markdown(result), o.out)
 
 
 if __name__ == "__main__":
-    main()
+    run("driver_faults", __doc__, measure, markdown)

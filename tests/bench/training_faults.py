@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.bench import machine, results
-from tests.bench.driver_faults import Faults
+from tests.bench.driver_faults import Faults, run
 from tests.scenario.harness import KEY, start_pair
 from tests.scenario.proxy_harness import Relay, Users, dedicated_engine
 from vllm_coserve.demo.models import SERVING_SPEC, ensure_model
@@ -179,17 +179,5 @@ def markdown(result: dict[str, Any]) -> str:
     return text + results.table(["fault", "next step done after s", ""], rows)
 
 
-def main() -> None:
-    """Run and write training_faults.json and training_faults.md."""
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--faults", type=int, default=20)
-    p.add_argument("--seed", type=int, default=0)
-    p.add_argument("--out", type=Path, help="folder of the results (default: tests/bench/results)")
-    o = p.parse_args()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    result = measure(o)
-    results.write("training_faults", result, markdown(result), o.out)
-
-
 if __name__ == "__main__":
-    main()
+    run("training_faults", __doc__, measure, markdown)
