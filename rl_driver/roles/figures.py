@@ -112,8 +112,3 @@ def lost_of(trajectories: Sequence[Trajectory], store: TrajectoryStore) -> dict[
             if turn.index >= len(kept) or kept[turn.index].output_token_ids != turn.output_token_ids:
                 turns, tokens = turns + 1, tokens + len(turn.output_token_ids)
     return {"turns": turns, "tokens": tokens}
-
-
-def read_steps(out: Path) -> list[dict[str, Any]]:
-    """The figures of all steps of a job so far."""
-    return [json.loads(line) for line in (out / "steps.jsonl").read_text().splitlines()]

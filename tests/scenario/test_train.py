@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import subprocess
@@ -20,6 +19,7 @@ from rl_driver.envs.frozen_lake import FrozenLake
 from rl_driver.training.warm_start import FRAME, make_policy
 from tests.scenario.harness import KEY, RunningPair, start_pair, wait_for
 from tests.scenario.proxy_harness import Users, dedicated_engine
+from vllm_coserve.demo.training import read_steps
 
 pytestmark = [pytest.mark.scenario, pytest.mark.timeout(500)]
 
@@ -72,11 +72,6 @@ def _training(job: Path, log: Path) -> Iterator[subprocess.Popen[bytes]]:
         process.wait()
 
 
-def _steps(out: Path) -> list[dict[str, Any]]:
-    file = out / "steps.jsonl"
-    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
-
-
 def test_a_job_learns_dies_and_goes_on(models: tuple[Path, Path], policy: Path, tmp_path: Path) -> None:
     out, job, log = tmp_path / "out", tmp_path / "job.yaml", tmp_path / "train.log"
     flags = ["--coserve-pool-gib=0.0625", "--coserve-ttft-slo-ms=1500", "--coserve-tpot-slo-ms=200", f"--api-key={KEY}"]
@@ -88,7 +83,7 @@ def test_a_job_learns_dies_and_goes_on(models: tuple[Path, Path], policy: Path, 
         users = Users(pair)
         try:
             with _training(job, log) as training:
-                wait_for("some steps are done", lambda: training.poll() is not None or len(_steps(out)) >= 4, 150)
+                wait_for("some steps are done", lambda: training.poll() is not None or len(read_steps(out)) >= 4, 150)
                 assert training.poll() is None, log.read_text()[-3000:]
                 training.kill()
                 training.wait()
@@ -98,7 +93,7 @@ def test_a_job_learns_dies_and_goes_on(models: tuple[Path, Path], policy: Path, 
             assert time.monotonic() - begun < 200
         finally:
             users.stop()
-    steps = _steps(out)
+    steps = read_steps(out)
     assert not users.failed and users.count > 10
     assert "going on from the checkpoint of step" in log.read_text()
     assert sorted({s["step"] for s in steps}) == list(range(_STEPS))
