@@ -11,7 +11,16 @@ from pathlib import Path
 from vllm_coserve.control.block import ControlBlock
 from vllm_coserve.demo.arrivals import Arrival, Scale, bursty, from_azure_csv
 from vllm_coserve.demo.models import ROLLOUT_SPEC, SERVING_SPEC, ensure_model
-from vllm_coserve.demo.servers import DEVICE_CORE, HOST_CORE, Pair, cmdline, descendants, free_port, running_pair
+from vllm_coserve.demo.servers import (
+    DEVICE_CORE,
+    HOST_CORE,
+    Pair,
+    cmdline,
+    descendants,
+    free_port,
+    running_pair,
+    threads_of,
+)
 
 OUT = Path("out") / "bench"
 PARTS = ("API server", "EngineCore", "Worker")
@@ -92,9 +101,9 @@ def place(root_pid: int, worker_core: int) -> None:
     """An engine's worker on its core; the other processes where there is room, for both cores stand for devices."""
     for pid in [root_pid, *descendants(root_pid)]:
         cores = {worker_core} if "Worker" in cmdline(pid) else {DEVICE_CORE, HOST_CORE}
-        for task in os.listdir(f"/proc/{pid}/task"):
-            with contextlib.suppress(OSError):
-                os.sched_setaffinity(int(task), cores)
+        with contextlib.suppress(OSError):
+            for thread in threads_of(pid):
+                os.sched_setaffinity(thread, cores)
 
 
 def leftovers() -> set[str]:

@@ -20,6 +20,7 @@ from typing import Any
 DEVICE_CORE, HOST_CORE = 0, 1
 _START_BOUND_S = 240.0
 _STOP_BOUND_S = 30.0
+_GUEST_NICENESS = 5
 
 
 class DemoError(Exception):
@@ -114,6 +115,7 @@ def running_engine(
     # The first is for vLLM's routes for weights.
     env = engine_env(HOST_CORE) | {"VLLM_SERVER_DEV_MODE": "1", "VLLM_COSERVE_SHARED_CORES": "1"}
     with running_server(vllm_serve(*argv, *flags, '{"backend": "coserve"}'), [url], log, env, say) as process:
+        make_guest(process.pid)
         yield url, process
 
 
@@ -146,8 +148,27 @@ def pin(root_pid: int) -> None:
     for pid in [root_pid, *descendants(root_pid)]:
         core = DEVICE_CORE if "Worker" in cmdline(pid) else HOST_CORE
         with contextlib.suppress(OSError):
-            for task in os.listdir(f"/proc/{pid}/task"):
-                os.sched_setaffinity(int(task), {core})
+            for thread in threads_of(pid):
+                os.sched_setaffinity(thread, {core})
+
+
+def make_guest(root_pid: int) -> None:
+    """A process and those below it stand for another machine: on the host core, behind the pair's processes there.
+
+    `root_pid` leads a session: where sessions share the cores (autogroups), the session's niceness is what counts.
+    """
+    for pid in [root_pid, *descendants(root_pid)]:
+        with contextlib.suppress(OSError):
+            for thread in threads_of(pid):
+                os.sched_setaffinity(thread, {HOST_CORE})
+                os.setpriority(os.PRIO_PROCESS, thread, _GUEST_NICENESS)
+    with contextlib.suppress(OSError):
+        Path(f"/proc/{root_pid}/autogroup").write_text(str(_GUEST_NICENESS))
+
+
+def threads_of(pid: int) -> list[int]:
+    """The threads of a process. Raises OSError where it is gone."""
+    return [int(name) for name in os.listdir(f"/proc/{pid}/task")]
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:

@@ -22,7 +22,7 @@ from typing import Any
 
 from vllm_coserve.demo.arrivals import Arrival
 from vllm_coserve.demo.load import Served, serve_schedule
-from vllm_coserve.demo.servers import DemoError, Pair
+from vllm_coserve.demo.servers import DemoError, Pair, make_guest
 
 LAKE = {"size": 3, "frozen": 0.8, "turns_max": 6}
 _FRAME = {"before": "", "after": "\n", "between": "", "stop": "<|im_end|>"}
@@ -120,8 +120,9 @@ def _training(job: Path, log: Path) -> Iterator[subprocess.Popen[bytes]]:
     command = [sys.executable, "-m", "vllm_coserve.console.main", "train", str(job)]
     env = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"}  # its local Ray ends with it
     with log.open("wb") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=env)
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=env, start_new_session=True)
     try:
+        make_guest(process.pid)
         yield process
     finally:
         with contextlib.suppress(ProcessLookupError):
