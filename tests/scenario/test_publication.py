@@ -132,6 +132,7 @@ def test_weights_of_a_relay_that_is_gone_are_those_of_the_folder_after_an_activa
 
 
 def test_weights_that_cannot_be_used_leave_the_old_ones(pair: RunningPair, dedicated: str, proxy: str) -> None:
+    wait_usable(proxy, 2)  # the proxy has seen that the borrowed engine is back
     text = prompt(6, 40)
     before = [_logprobs(e, text) for e in (pair.pair.rollout_url, dedicated)]
     with Relay(key=_KEY) as relay:

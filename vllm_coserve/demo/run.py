@@ -110,7 +110,7 @@ class Demo:
         self.say("making a tiny policy", final=True)
         policy = ensure_policy(o.out / "models" / "demo-policy")
         flags = [*self._flags(serving, policy), *slo_flags]
-        engine_argv = [str(policy), *_COMMON.split(), "--served-model-name=rollout"]
+        engine_argv = [str(policy), *_COMMON.split(), "--served-model-name=rollout", "--stream-interval=8"]
         engine_argv.append(f"--kv-cache-memory-bytes={_DEDICATED_KV_BYTES}")
         arrivals = bursty(_TRAIN_BOUND_S, o.rate_per_s * _TRAIN_RATE, o.seed)
 

@@ -153,14 +153,13 @@ def pin(root_pid: int) -> None:
 
 
 def make_guest(root_pid: int) -> None:
-    """A process and those below it stand for another machine: on the host core, behind the pair's processes there.
+    """A process and those below it stand for another machine: they get what time the pair leaves on the cores.
 
     `root_pid` leads a session: where sessions share the cores (autogroups), the session's niceness is what counts.
     """
     for pid in [root_pid, *descendants(root_pid)]:
         with contextlib.suppress(OSError):
             for thread in threads_of(pid):
-                os.sched_setaffinity(thread, {HOST_CORE})
                 os.setpriority(os.PRIO_PROCESS, thread, _GUEST_NICENESS)
     with contextlib.suppress(OSError):
         Path(f"/proc/{root_pid}/autogroup").write_text(str(_GUEST_NICENESS))
