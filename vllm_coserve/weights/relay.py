@@ -1,7 +1,8 @@
-"""The embedded relay: versions in the memory of one process, over HTTP. The default where no other store is there."""
+"""The embedded relay: releases in the memory of one process, over HTTP. The default where no other store is there."""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import http.client
 import http.server
@@ -14,9 +15,9 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from vllm_coserve.weights.store import DIGEST, Manifest, RelayError
+from vllm_coserve.weights.store import Manifest, RelayError, Release, digest_of
 
-_PATH = re.compile(r"/v1/versions/(\d{1,15})(?:/(manifest|buckets/([A-Za-z0-9._-]{1,64})))?\Z", re.ASCII)
+_PATH = re.compile(r"/v1/releases/([a-z0-9-]{1,40})(?:/(manifest|buckets/([A-Za-z0-9._-]{1,64})))?\Z", re.ASCII)
 _RANGE = re.compile(r"bytes=(\d{1,15})-(\d{1,15})\Z", re.ASCII)
 _SOCKET_BOUND_S = 30.0
 _TRIES, _RETRY_S = 4, 0.2
@@ -29,8 +30,8 @@ class Relay:
 
     def __init__(self, host: str = "127.0.0.1", port: int = 0, key: str = "", memory_bytes: int = 64 << 30) -> None:
         """`key`: what clients must show, if not empty. Raises OSError where the port is taken."""
-        self._buckets: dict[int, dict[str, bytes]] = {}
-        self._manifests: dict[int, bytes] = {}
+        self._buckets: dict[Release, dict[str, bytes]] = {}
+        self._manifests: dict[Release, bytes] = {}
         self._lock = threading.Lock()
         self._digest = hashlib.sha256(key.encode()).digest() if key else b""
         self._memory_bytes = memory_bytes
@@ -71,53 +72,59 @@ class Relay:
             held = sum(len(data) for buckets in self._buckets.values() for data in buckets.values())
         return held + nbytes <= self._memory_bytes
 
-    def put_bucket(self, version: int, name: str, data: bytes) -> tuple[int, bytes]:
+    def put_bucket(self, release: Release, name: str, data: bytes) -> tuple[int, bytes]:
         """Buckets are immutable."""
         with self._lock:
-            old = self._buckets.setdefault(version, {}).setdefault(name, data)
+            old = self._buckets.setdefault(release, {}).setdefault(name, data)
         return (201, b"") if old is data or old == data else (409, b"the bucket is there with other content")
 
-    def put_manifest(self, version: int, data: bytes) -> tuple[int, bytes]:
-        """A version is complete only when all its buckets are what the manifest says."""
+    def put_manifest(self, release: Release, data: bytes) -> tuple[int, bytes]:
+        """A release is complete only when all its buckets are what the manifest says."""
         try:
             manifest = msgspec.json.decode(data, type=Manifest)
         except msgspec.DecodeError as exc:
             return 400, f"this is no manifest: {exc}".encode()
         with self._lock:
-            buckets = dict(self._buckets.get(version, {}))
+            buckets = dict(self._buckets.get(release, {}))
         for bucket in manifest.buckets:
             got = buckets.get(bucket.name)
-            if got is None or len(got) != bucket.nbytes or hashlib.new(DIGEST, got).hexdigest() != bucket.digest:
+            if got is None or len(got) != bucket.nbytes or digest_of(got) != bucket.digest:
                 return 409, f"bucket {bucket.name} is not there, or is another one".encode()
-        if manifest.version != version:
-            return 409, b"the manifest is of another version"
+        if manifest.release != str(release):
+            return 409, b"the manifest is of another release"
         with self._lock:
-            old = self._manifests.setdefault(version, data)
-        return (201, b"") if old == data else (409, b"the version is there with another manifest")
+            old = self._manifests.setdefault(release, data)
+        return (201, b"") if old == data else (409, b"the release is there with another manifest")
 
-    def get(self, version: int, what: str, name: str) -> bytes | None:
-        """A manifest or bucket of a complete version."""
+    def get(self, release: Release, what: str, name: str) -> bytes | None:
+        """A manifest or bucket of a complete release."""
         with self._lock:
-            if version not in self._manifests:
+            if release not in self._manifests:
                 return None
-            return self._manifests[version] if what == "manifest" else self._buckets[version].get(name)
+            return self._manifests[release] if what == "manifest" else self._buckets[release].get(name)
 
-    def versions(self) -> list[int]:
+    def releases(self) -> list[str]:
         """Complete ones."""
         with self._lock:
-            return sorted(self._manifests)
+            return [str(r) for r in sorted(self._manifests, key=Release.order)]
 
-    def delete(self, version: int) -> None:
-        """Forget a version."""
+    def delete(self, release: Release) -> None:
+        """Forget a release."""
         with self._lock:
-            self._manifests.pop(version, None)
-            self._buckets.pop(version, None)
+            self._manifests.pop(release, None)
+            self._buckets.pop(release, None)
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):
     relay: Relay
     protocol_version = "HTTP/1.1"
     timeout = _SOCKET_BOUND_S
+    disable_nagle_algorithm = True  # head and body of an answer are sent one after the other
+
+    def handle(self) -> None:
+        """A client that goes away is none of our business."""
+        with contextlib.suppress(ConnectionError):
+            super().handle()
 
     def log_message(self, *args: Any) -> None:
         """Say nothing."""
@@ -126,13 +133,13 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         found = self._find()
         if found is None:
             return
-        if found == "versions":
-            self._answer(200, msgspec.json.encode(self.relay.versions()))
+        if found == "releases":
+            self._answer(200, msgspec.json.encode(self.relay.releases()))
             return
-        version, what, name = found
-        data = self.relay.get(version, what, name)
+        release, what, name = found
+        data = self.relay.get(release, what, name)
         if data is None:
-            self._answer(404, f"version {version} has no such {what}, or is not complete".encode())
+            self._answer(404, f"release {release} has no such {what}, or is not complete".encode())
             return
         wanted = _RANGE.match(self.headers.get("Range", ""))
         if wanted is None:
@@ -149,7 +156,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         if found is None:
             return
         length = self.headers.get("Content-Length", "")
-        if found == "versions" or found[1] == "" or not length.isdigit():
+        if found == "releases" or found[1] == "" or not length.isdigit():
             self.close_connection = True
             self._answer(400, b"put a manifest or a bucket, with its length")
             return
@@ -161,9 +168,9 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         if len(data) != int(length):
             self.close_connection = True
             return
-        version, what, name = found
+        release, what, name = found
         put = (
-            self.relay.put_manifest(version, data) if what == "manifest" else self.relay.put_bucket(version, name, data)
+            self.relay.put_manifest(release, data) if what == "manifest" else self.relay.put_bucket(release, name, data)
         )
         self._answer(*put)
 
@@ -171,26 +178,32 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         found = self._find()
         if found is None:
             return
-        if found == "versions" or found[1]:
-            self._answer(400, b"delete a version")
+        if found == "releases" or found[1]:
+            self._answer(400, b"delete a release")
             return
         self.relay.delete(found[0])
         self._answer(200, b"")
 
-    def _find(self) -> tuple[int, str, str] | str | None:
-        """(version, "manifest" or "bucket" or "", bucket); None: the answer has been given."""
+    def _find(self) -> tuple[Release, str, str] | str | None:
+        """(release, "manifest" or "bucket" or "", bucket); None: the answer has been given."""
         if not self.relay.allows(self.headers.get("Authorization", "")):
             self.close_connection = True
             self._answer(401, b"give the relay's key as `Authorization: Bearer KEY`")
             return None
-        if self.path == "/v1/versions":
-            return "versions"
+        if self.path == "/v1/releases":
+            return "releases"
         match = _PATH.match(self.path)
         if match is None:
             self.close_connection = True
             self._answer(404, b"no such path")
             return None
-        return int(match[1]), (match[2] or "").partition("/")[0].removesuffix("s"), match[3] or ""
+        try:
+            release = Release.parse(match[1])
+        except ValueError as exc:
+            self.close_connection = True
+            self._answer(404, str(exc).encode())
+            return None
+        return release, (match[2] or "").partition("/")[0].removesuffix("s"), match[3] or ""
 
     def _answer(self, status: int, body: bytes | memoryview) -> None:
         self.send_response(status)
@@ -217,34 +230,37 @@ class RelayClient:
             self._connection.close()
             self._connection = None
 
-    def put_bucket(self, version: int, name: str, data: bytes | memoryview) -> None:
+    def put_bucket(self, release: Release, name: str, data: bytes | memoryview) -> None:
         """See `RelayStore`."""
-        self._call("PUT", f"/v1/versions/{version}/buckets/{name}", data)
+        self._call("PUT", f"/v1/releases/{release}/buckets/{name}", data)
 
-    def put_manifest(self, manifest: Manifest) -> None:
+    def put_manifest(self, release: Release, manifest: Manifest) -> None:
         """See `RelayStore`."""
-        self._call("PUT", f"/v1/versions/{manifest.version}/manifest", msgspec.json.encode(manifest))
+        self._call("PUT", f"/v1/releases/{release}/manifest", msgspec.json.encode(manifest))
 
-    def versions(self) -> list[int]:
-        """See `RelayStore`."""
-        return msgspec.json.decode(self._call("GET", "/v1/versions"), type=list[int])
-
-    def manifest(self, version: int) -> Manifest:
+    def releases(self) -> list[Release]:
         """See `RelayStore`."""
         try:
-            return msgspec.json.decode(self._call("GET", f"/v1/versions/{version}/manifest"), type=Manifest)
-        except msgspec.DecodeError as exc:
-            raise RelayError(f"version {version} has no manifest that can be read: {exc}") from None
+            return [Release.parse(r) for r in msgspec.json.decode(self._call("GET", "/v1/releases"), type=list[str])]
+        except (msgspec.DecodeError, ValueError) as exc:
+            raise RelayError(f"the relay's list of releases cannot be read: {exc}") from None
 
-    def get_range(self, version: int, name: str, start: int, end: int) -> bytes:
+    def manifest(self, release: Release) -> Manifest:
+        """See `RelayStore`."""
+        try:
+            return msgspec.json.decode(self._call("GET", f"/v1/releases/{release}/manifest"), type=Manifest)
+        except msgspec.DecodeError as exc:
+            raise RelayError(f"release {release} has no manifest that can be read: {exc}") from None
+
+    def get_range(self, release: Release, name: str, start: int, end: int) -> bytes:
         """See `RelayStore`."""
         if start >= end:
             return b""
-        return self._call("GET", f"/v1/versions/{version}/buckets/{name}", wanted=(start, end))
+        return self._call("GET", f"/v1/releases/{release}/buckets/{name}", wanted=(start, end))
 
-    def delete(self, version: int) -> None:
+    def delete(self, release: Release) -> None:
         """See `RelayStore`."""
-        self._call("DELETE", f"/v1/versions/{version}")
+        self._call("DELETE", f"/v1/releases/{release}")
 
     def _call(
         self, method: str, path: str, body: bytes | memoryview | None = None, wanted: tuple[int, int] | None = None

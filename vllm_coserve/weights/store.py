@@ -1,12 +1,15 @@
-"""What a relay does: it holds versions of weights as immutable buckets of bytes, described by a manifest."""
+"""What a relay does: it holds releases of weights as immutable buckets of bytes, described by a manifest."""
 
 from __future__ import annotations
 
+import re
+from dataclasses import dataclass
 from typing import Protocol
 
 import msgspec
+from blake3 import blake3
 
-DIGEST = "sha256"
+_RELEASE = re.compile(r"(\d{1,15})(?:-from-(\d{1,15}))?\Z", re.ASCII)
 
 
 class RelayError(Exception):
@@ -17,19 +20,44 @@ class CorruptError(RelayError):
     """What came is not what was published."""
 
 
-class TensorEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where a tensor lies: `nbytes` from `offset` of a bucket, in C order; names and shapes as in the checkpoint."""
+@dataclass(frozen=True, slots=True)
+class Release:
+    """A version of the weights as it is handed out: whole, or as what changed since another version."""
+
+    version: int
+    base: int | None = None  # None: whole
+
+    def __str__(self) -> str:
+        return str(self.version) if self.base is None else f"{self.version}-from-{self.base}"
+
+    @classmethod
+    def parse(cls, text: str) -> Release:
+        """Raises ValueError where it is none's name."""
+        match = _RELEASE.match(text)
+        if match is None:
+            raise ValueError(f"{text!r} names no release")
+        return cls(int(match[1]), None if match[2] is None else int(match[2]))
+
+    def order(self) -> tuple[int, int]:
+        """Sorts by version, whole ones first."""
+        return self.version, -1 if self.base is None else self.base
+
+
+class PieceEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Rows [start, stop) of a tensor of the checkpoint, encoded (see `weights.codec`) in `nbytes` of a bucket."""
 
     name: str
     dtype: str
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # of the whole tensor
+    start: int
+    stop: int
     bucket: str
     offset: int
     nbytes: int
 
 
 class BucketEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A run of bytes and its SHA-256 in hex."""
+    """A run of bytes and its digest."""
 
     name: str
     nbytes: int
@@ -37,37 +65,43 @@ class BucketEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A whole version. It is put last: a version with a manifest is complete."""
+    """A whole release. It is put last: a release with a manifest is complete."""
 
-    version: int
-    tensors: tuple[TensorEntry, ...]
+    release: str
+    lineage: str  # of the publisher: versions of another one are not the same weights, whatever their number
+    pieces: tuple[PieceEntry, ...]
     buckets: tuple[BucketEntry, ...]
-    format: int = 1
+    format: int = 2
 
 
 class RelayStore(Protocol):
-    """A place for versions that a trainer fills and engines read. All methods raise RelayError, and are bounded."""
+    """A place for releases that a trainer fills and engines read. All methods raise RelayError, and are bounded."""
 
-    def put_bucket(self, version: int, name: str, data: bytes | memoryview) -> None:
+    def put_bucket(self, release: Release, name: str, data: bytes | memoryview) -> None:
         """Put a bucket; again with the same content: nothing happens."""
         ...
 
-    def put_manifest(self, manifest: Manifest) -> None:
-        """Complete a version; its buckets must be there."""
+    def put_manifest(self, release: Release, manifest: Manifest) -> None:
+        """Complete a release; its buckets must be there."""
         ...
 
-    def versions(self) -> list[int]:
-        """Complete versions, the oldest first."""
+    def releases(self) -> list[Release]:
+        """Complete ones, ascending."""
         ...
 
-    def manifest(self, version: int) -> Manifest:
-        """That of a complete version."""
+    def manifest(self, release: Release) -> Manifest:
+        """That of a complete release."""
         ...
 
-    def get_range(self, version: int, name: str, start: int, end: int) -> bytes:
+    def get_range(self, release: Release, name: str, start: int, end: int) -> bytes:
         """Bytes [start, end) of a bucket."""
         ...
 
-    def delete(self, version: int) -> None:
-        """Forget a version; an unknown one is no error."""
+    def delete(self, release: Release) -> None:
+        """Forget a release; an unknown one is no error."""
         ...
+
+
+def digest_of(data: bytes | memoryview) -> str:
+    """The digest of a bucket."""
+    return blake3(data).hexdigest()

@@ -1,0 +1,78 @@
+"""The kernels on CPUs: loops that numba (which vLLM brings) compiles at first use and keeps beside this file."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numba import njit
+from torch import Tensor
+
+from vllm_coserve.kernels.keys import BLOCK_WORDS, keys, multipliers
+
+_WORD = 8  # bytes that are compared at once
+
+
+def compact(old: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
+    """See `vllm_coserve.kernels.compact`."""
+    a, b = old.numpy(), new.numpy()
+    words = a.nbytes // _WORD if a.ctypes.data % _WORD == 0 == b.ctypes.data % _WORD else 0
+    whole = words * _WORD // a.itemsize
+    # Memory that is not written costs nothing: the system maps it at the first write.
+    positions, steps = np.empty(a.size, np.int32), np.empty(a.size, a.dtype)
+    count = _compact(a, b, a[:whole].view(np.uint64), b[:whole].view(np.uint64), positions, steps)
+    return torch.from_numpy(positions[:count].copy()), torch.from_numpy(steps[:count].copy())
+
+
+def scatter(bits: Tensor, positions: Tensor, steps: Tensor) -> None:
+    """See `vllm_coserve.kernels.scatter`."""
+    _scatter(bits.numpy(), positions.numpy(), steps.numpy())
+
+
+def digest(bits: Tensor) -> int:
+    """See `vllm_coserve.kernels.digest`."""
+    data = bits.numpy().view(np.uint8)
+    words, rest = divmod(data.size, 4)
+    factors = multipliers(words + bool(rest))
+    aligned = data if data.ctypes.data % 4 == 0 else data.copy()
+    total = int(_digest(aligned[: 4 * words].view(np.uint32), keys(), factors))
+    last = int.from_bytes(data[4 * words :].tobytes(), "little")
+    if rest:
+        total += last * int(keys()[words % BLOCK_WORDS]) * int(factors[words // BLOCK_WORDS])
+    return total % 2**64
+
+
+@njit(nogil=True, cache=True)
+def _compact(old, new, old_words, new_words, positions, steps):
+    lanes = 8 // old.itemsize
+    count = 0
+    for word in range(old_words.size):
+        if old_words[word] != new_words[word]:
+            for i in range(word * lanes, (word + 1) * lanes):
+                if old[i] != new[i]:
+                    positions[count] = i
+                    steps[count] = new[i] - old[i]
+                    count += 1
+    for i in range(old_words.size * lanes, old.size):
+        if old[i] != new[i]:
+            positions[count] = i
+            steps[count] = new[i] - old[i]
+            count += 1
+    return count
+
+
+@njit(nogil=True, cache=True)
+def _scatter(bits, positions, steps):
+    for k in range(positions.size):
+        bits[positions[k]] += steps[k]
+
+
+@njit(nogil=True, cache=True)
+def _digest(words, factors, of_blocks):
+    total = np.uint64(0)
+    for block in range(-(-words.size // factors.size)):
+        first = block * factors.size
+        part = np.uint64(0)
+        for i in range(min(factors.size, words.size - first)):
+            part += np.uint64(words[first + i]) * factors[i]
+        total += part * of_blocks[block]
+    return total

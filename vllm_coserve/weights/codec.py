@@ -1,0 +1,228 @@
+"""Bit-exact deltas of runs of bits: what changed from one version of a tensor to the next, in few bytes.
+
+An encoded run is a header, then streams of bytes, each as it is or compressed by zstd:
+
+    same    nothing changed
+    sparse  planes of the gaps between changed elements, planes of their steps
+    mask    a bit an element, planes of the steps of those that changed
+    dense   planes of the new bits
+
+A step is the difference of the bits modulo the width, a number of units in the last place, with its sign in the lowest
+bit (zigzag). A plane is one byte of each number of a stream: high bytes are mostly zero and cost next to nothing, which
+spares an escape code. A planes' order-0 entropy is what zstd's Huffman stage reaches; see docs/architecture.md.
+"""
+
+from __future__ import annotations
+
+import struct
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+import numpy as np
+import torch
+import zstandard
+from blake3 import blake3
+
+from vllm_coserve.kernels import compact, digest, scatter
+from vllm_coserve.weights.store import CorruptError
+
+_MAGIC, _FORMAT = b"CoDe", 1
+_LEVEL = 1  # 3 gains nothing on such streams
+_SPARSE_BELOW, _MASK_BELOW = 0.15, 0.75  # densities; beyond them gaps cost more time, and steps more bytes
+_WORTH = 0.97  # a stream is compressed where that makes it smaller than so much of itself
+_CHECKSUM_BYTES = 16  # of header and streams; between them
+# magic, format, kind, width, streams, those of gaps, elements, changed, digest of the new bits
+_HEADER = struct.Struct("<4sBBBBBQQQ")
+_STREAM = struct.Struct("<QQ")  # bytes, bytes as stored
+_local = threading.local()
+
+
+class Kind(IntEnum):
+    """How a run is encoded."""
+
+    SAME = 0
+    SPARSE = 1
+    MASK = 2
+    DENSE = 3
+
+
+def encode(old: torch.Tensor | None, new: torch.Tensor, kind: Kind | None = None, compress: bool = True) -> bytes:
+    """Encode the change from `old` to `new`.
+
+    Args:
+        old: flat bits (see `vllm_coserve.kernels`) that the receiver has; None: it has nothing.
+        new: bits of the same dtype and size, on the same device.
+        kind: SPARSE, MASK or DENSE; None: chosen by the share of elements that changed.
+        compress: False where the link is faster than zstd.
+    """
+    width, size = new.element_size(), new.numel()
+    changed, gap_planes, streams = size, 0, []
+    if old is not None and kind is not Kind.DENSE:
+        positions, steps = (t.cpu().numpy() for t in compact(old, new))
+        changed = positions.size
+        kind = (kind or _choose(changed, size)) if changed else Kind.SAME
+    else:
+        kind = Kind.DENSE
+    if kind is Kind.SPARSE:
+        gaps = _planes((np.diff(positions, prepend=np.int32(-1)) - 1).view(np.uint32))
+        gap_planes, streams = len(gaps), gaps + _planes(_zigzag(steps))
+    elif kind is Kind.MASK:
+        mask = np.zeros(size, np.bool_)
+        mask[positions] = True
+        streams = [np.packbits(mask), *_planes(_zigzag(steps))]
+    elif kind is Kind.DENSE:
+        changed, bits = size, new.cpu().numpy()
+        streams = _planes(bits.view(f"u{width}"), width) if compress else [bits.view(np.uint8)]
+    payload = b"".join(_store(stream, compress) for stream in streams)
+    header = _HEADER.pack(_MAGIC, _FORMAT, kind, width, len(streams), gap_planes, size, changed, digest(new))
+    return header + _checksum(header, payload) + payload
+
+
+def _choose(changed: int, size: int) -> Kind:
+    density = changed / size
+    return Kind.SPARSE if density < _SPARSE_BELOW else Kind.MASK if density < _MASK_BELOW else Kind.DENSE
+
+
+def apply(bits: torch.Tensor, encoded: bytes | memoryview) -> int:
+    """Bring a run of bits to the version that `encoded` describes, in place; returns the digest of the result.
+
+    Raises:
+        CorruptError: `encoded` is damaged, of another run, or not a change of these bits; they are as they were.
+    """
+    run = _parse(bits, memoryview(encoded))
+    if run.kind is Kind.DENSE:
+        new = run.dense(bits)
+        if digest(new) != run.digest:
+            raise CorruptError("the bits of a whole run are not those that were published")
+        bits.copy_(new)
+        return run.digest
+    positions, steps = run.changes(bits)
+    scatter(bits, positions, steps)
+    if digest(bits) != run.digest:
+        scatter(bits, positions, -steps)
+        raise CorruptError("the change is one of other bits than those that are here")
+    return run.digest
+
+
+def bits_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor as a flat run of integers, without a copy."""
+    widths = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return tensor.detach().reshape(-1).view(widths[tensor.element_size()])
+
+
+# ---- streams
+
+
+def _zigzag(steps: np.ndarray) -> np.ndarray:
+    sign = 8 * steps.itemsize - 1
+    return ((steps << 1) ^ (steps >> sign)).view(f"u{steps.itemsize}")
+
+
+def _unzigzag(numbers: np.ndarray) -> np.ndarray:
+    signed = (numbers >> 1).view(f"i{numbers.itemsize}")
+    return signed ^ -(numbers & 1).view(f"i{numbers.itemsize}")
+
+
+def _planes(numbers: np.ndarray, count: int = 0) -> list[np.ndarray]:
+    """The lowest bytes of numbers: `count`, or as many as the greatest needs; little-endian."""
+    count = count or max(1, (int(numbers.max()).bit_length() + 7) // 8)
+    table = numbers.view(np.uint8).reshape(-1, numbers.itemsize)
+    return [np.ascontiguousarray(table[:, i]) for i in range(count)]
+
+
+def _join(planes: Sequence[np.ndarray], dtype: str) -> np.ndarray:
+    numbers = np.zeros(planes[0].size, dtype)
+    table = numbers.view(np.uint8).reshape(-1, numbers.itemsize)
+    for i, plane in enumerate(planes):
+        table[:, i] = plane
+    return numbers
+
+
+def _store(stream: np.ndarray, compress: bool) -> bytes:
+    raw = memoryview(stream)
+    stored = _zstd().compress(raw) if compress else raw
+    stored = stored if len(stored) < _WORTH * len(raw) else raw
+    return _STREAM.pack(len(raw), len(stored)) + stored
+
+
+def _zstd() -> zstandard.ZstdCompressor:
+    if not hasattr(_local, "compressor"):
+        _local.compressor = zstandard.ZstdCompressor(level=_LEVEL)
+    return _local.compressor
+
+
+def _checksum(header: bytes | memoryview, payload: bytes | memoryview) -> bytes:
+    return blake3(header).update(payload).digest(length=_CHECKSUM_BYTES)
+
+
+# ---- reading
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """An encoded run, checked as far as that goes without the bits."""
+
+    kind: Kind
+    streams: list[np.ndarray]
+    gap_planes: int
+    changed: int
+    digest: int
+
+    def dense(self, bits: torch.Tensor) -> torch.Tensor:
+        width = bits.element_size()
+        whole = self.streams[0] if len(self.streams) == 1 else _join(self.streams, f"u{width}")
+        if whole.nbytes != bits.nbytes:
+            raise CorruptError("the streams of an encoded run do not fit")
+        return torch.from_numpy(whole.view(f"i{width}").copy()).to(bits.device)
+
+    def changes(self, bits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(positions, steps)"""
+        width, size = bits.element_size(), bits.numel()
+        streams = self.streams
+        if self.kind is Kind.SAME:
+            positions = np.empty(0, np.int32)
+        elif self.kind is Kind.MASK:
+            positions = np.flatnonzero(np.unpackbits(streams[0], count=size)).astype(np.int32)
+            streams = streams[1:]
+        else:
+            ends = np.cumsum(_join(streams[: self.gap_planes], "u4"), dtype=np.int64)
+            ends += np.arange(ends.size)
+            if ends.size and ends[-1] >= size:
+                raise CorruptError("the gaps of an encoded run lead beyond its end")
+            positions = ends.astype(np.int32)
+            streams = streams[self.gap_planes :]
+        steps = _unzigzag(_join(streams, f"u{width}")) if streams else np.empty(0, f"i{width}")
+        if not positions.size == steps.size == self.changed:
+            raise CorruptError("the streams of an encoded run do not fit")
+        return torch.from_numpy(positions).to(bits.device), torch.from_numpy(steps).to(bits.device)
+
+
+def _parse(bits: torch.Tensor, encoded: memoryview) -> _Run:
+    start = _HEADER.size + _CHECKSUM_BYTES
+    header, checksum, payload = encoded[: _HEADER.size], encoded[_HEADER.size : start], encoded[start:]
+    if len(encoded) < start or _checksum(header, payload) != checksum:
+        raise CorruptError("an encoded run is damaged")
+    magic, version, kind, width, count, gap_planes, size, changed, expected = _HEADER.unpack(header)
+    if magic != _MAGIC or version != _FORMAT or kind not in list(Kind):
+        raise CorruptError(f"this is no encoded run of format {_FORMAT}")
+    if width != bits.element_size() or size != bits.numel() or changed > size:
+        here = f"{bits.numel()} of {bits.element_size()}"
+        raise CorruptError(f"an encoded run of {size} elements of {width} bytes, where there are {here}")
+    return _Run(Kind(kind), _unpack(payload, count, max(size * width, 1)), gap_planes, changed, expected)
+
+
+def _unpack(payload: memoryview, count: int, nbytes_max: int) -> list[np.ndarray]:
+    streams, at = [], 0
+    for _ in range(count):
+        nbytes, stored = _STREAM.unpack_from(payload, at) if at + _STREAM.size <= len(payload) else (0, len(payload))
+        at += _STREAM.size
+        if nbytes > nbytes_max or at + stored > len(payload):
+            raise CorruptError("the streams of an encoded run do not fit")
+        data = payload[at : at + stored]
+        if stored != nbytes:
+            data = zstandard.ZstdDecompressor().decompress(data, max_output_size=nbytes)
+        streams.append(np.frombuffer(data, np.uint8))
+        at += stored
+    return streams

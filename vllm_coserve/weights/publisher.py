@@ -1,0 +1,146 @@
+"""The trainer's side: a version of the weights goes to a relay as what changed since the last one, now and then whole.
+
+Encoding, sending and the making of the tensors overlap.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import torch
+from msgspec.structs import replace
+
+from vllm_coserve.weights.codec import bits_of, encode
+from vllm_coserve.weights.store import BucketEntry, Manifest, PieceEntry, RelayStore, Release, digest_of
+
+BUCKET_BYTES = 64 << 20
+_PIECE_BYTES = 32 << 20  # of bits: what is encoded at once
+_ENCODERS, _ENCODED_AHEAD, _SENT_AHEAD = 2, 4, 2
+
+
+class Publisher:
+    """Publishes the versions of one model, in ascending order. One thread uses an instance."""
+
+    def __init__(self, store: RelayStore, whole_every: int = 8, bucket_bytes: int = BUCKET_BYTES) -> None:
+        """Every `whole_every`-th version is put whole as well, for engines that have none or have missed some."""
+        self._store, self._whole_every, self._bucket_bytes = store, whole_every, bucket_bytes
+        self._lineage = secrets.token_hex(8)
+        self._tensors: dict[str, torch.Tensor] = {}  # as they were published last
+        self._version: int | None = None  # None: nobody has what `_tensors` are
+        self._since_whole = 0
+
+    def publish(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> list[Release]:
+        """Put tensors of any dtype; returns the releases that this makes. They are on the CPU.
+
+        Raises:
+            RelayError: the relay did not take it: that is no version then, and the next one will be put whole.
+            ValueError: they are not those of the version before, or not newer.
+        """
+        base = self._version
+        if base is not None and version <= base:
+            raise ValueError(f"version {version} after {base}")
+        self._version, made = None, []
+        if base is None:
+            self._tensors = {name: t.detach().clone(memory_format=torch.contiguous_format) for name, t in tensors}
+        else:
+            made.append(Release(version, base))
+            self._put(made[0], self._changed(tensors))
+        self._since_whole += 1
+        if base is None or self._since_whole >= self._whole_every:
+            made.append(Release(version))
+            self._put(made[-1], self._whole())
+            self._since_whole = 0
+        self._version = version
+        return made
+
+    def retire(self, keep: int) -> None:
+        """Have the relay forget what nobody needs who wants one of the newest `keep` versions."""
+        releases = self._store.releases()
+        oldest = sorted({r.version for r in releases})[-keep:][:1]
+        start = max((r.version for r in releases if r.base is None and [r.version] <= oldest), default=0)
+        for release in releases:
+            if release.version < start:
+                self._store.delete(release)
+
+    # ---- pieces
+
+    def _whole(self) -> Iterator[tuple[PieceEntry, Callable[[], bytes]]]:
+        for name, tensor in self._tensors.items():
+            for entry, rows in _pieces(name, tensor):
+                yield entry, lambda rows=rows: encode(None, bits_of(rows))
+
+    def _changed(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[PieceEntry, Callable[[], bytes]]]:
+        missing = set(self._tensors)
+        for name, tensor in tensors:
+            old = self._tensors.get(name)
+            if old is None or old.shape != tensor.shape or old.dtype != tensor.dtype:
+                raise ValueError(f"{name} was not among the tensors of the version before, or had another shape")
+            missing.discard(name)
+            for (entry, before), (_, now) in zip(_pieces(name, old), _pieces(name, tensor.detach()), strict=True):
+                yield entry, lambda before=before, now=now: _advance(before, now)
+        if missing:
+            raise ValueError(f"{min(missing)} was among the tensors of the version before")
+
+    def _put(self, release: Release, pieces: Iterator[tuple[PieceEntry, Callable[[], bytes]]]) -> None:
+        entries: list[PieceEntry] = []
+        buckets: list[BucketEntry] = []
+        bucket = bytearray()
+        with ThreadPoolExecutor(1, "coserve-send") as sender, ThreadPoolExecutor(_ENCODERS, "coserve-encode") as pool:
+            sent: deque[Future[None]] = deque()
+
+            def send() -> None:
+                data = bytes(bucket)
+                bucket.clear()
+                buckets.append(BucketEntry(f"{len(buckets):05d}", len(data), digest_of(data)))
+                sent.append(sender.submit(self._store.put_bucket, release, buckets[-1].name, data))
+                if len(sent) > _SENT_AHEAD:
+                    sent.popleft().result()
+
+            for entry, data in _ahead(pool, pieces, _ENCODED_AHEAD):
+                if bucket and len(bucket) + len(data) > self._bucket_bytes:
+                    send()
+                place: dict[str, Any] = {"bucket": f"{len(buckets):05d}", "offset": len(bucket), "nbytes": len(data)}
+                entries.append(replace(entry, **place))
+                bucket += data
+            send()
+            for future in sent:
+                future.result()
+        self._store.put_manifest(release, Manifest(str(release), self._lineage, tuple(entries), tuple(buckets)))
+
+
+def _advance(before: torch.Tensor, now: torch.Tensor) -> bytes:
+    encoded = encode(bits_of(before), bits_of(now))
+    before.copy_(now)
+    return encoded
+
+
+def _ahead(
+    pool: ThreadPoolExecutor, pieces: Iterator[tuple[PieceEntry, Callable[[], bytes]]], count: int
+) -> Iterator[tuple[PieceEntry, bytes]]:
+    """Encoded pieces in their order, `count` of them before their turn."""
+    waiting: deque[tuple[PieceEntry, Future[bytes]]] = deque()
+    for entry, work in pieces:
+        waiting.append((entry, pool.submit(work)))
+        if len(waiting) > count:
+            entry, future = waiting.popleft()
+            yield entry, future.result()
+    for entry, future in waiting:
+        yield entry, future.result()
+
+
+def _pieces(name: str, tensor: torch.Tensor) -> Iterator[tuple[PieceEntry, torch.Tensor]]:
+    """A tensor as runs of rows; one without elements is a run by itself."""
+    shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
+    rows = shape[0] if shape else 1
+    if not tensor.numel():
+        yield PieceEntry(name, dtype, shape, 0, rows, "", 0, 0), tensor
+        return
+    flat = tensor.contiguous().reshape(rows, -1)
+    step = max(1, _PIECE_BYTES // (flat.element_size() * flat.shape[1]))
+    for start in range(0, rows, step):
+        stop = min(rows, start + step)
+        yield PieceEntry(name, dtype, shape, start, stop, "", 0, 0), flat[start:stop]
