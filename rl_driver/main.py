@@ -71,9 +71,9 @@ class Job:
                     publisher.publish()
                     if self._staleness.bound == 0:
                         publisher.wait()
-                if version % self._config.checkpoint.every_steps == 0 or version == self._config.steps:
-                    if wrong := actors.checkpoint(version, {"run": names[-1]}):
-                        logger.error("%s", wrong)
+                due = version % self._config.checkpoint.every_steps == 0 or version == self._config.steps
+                if due and (wrong := actors.checkpoint(version, {"run": names[-1]})):
+                    logger.error("%s", wrong)
                 self._display.end_step(figures.end_step())
             publisher.wait()
 

@@ -7,7 +7,7 @@ import itertools
 import logging
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from rl_driver.api.train_config import TrainConfig
@@ -23,6 +23,7 @@ logger = logging.getLogger("coserve.train")
 _OBJECT_STORE_BYTES = 200 << 20
 _PUBLISH_BOUND_S = 150.0
 _RESTARTS = 3  # of an environment worker
+_PUBLISHING = "publishing"
 
 
 @contextlib.contextmanager
@@ -56,7 +57,9 @@ class Actors:
         self._get, self._config = ray.get, config
         text = config.model_dump_json()
         gpus = 1 if ray.cluster_resources().get("GPU") else 0
-        self._learner = ray.remote(LearnerRole).options(num_cpus=0, num_gpus=gpus).remote(text)
+        groups = {_PUBLISHING: 1}  # a thread of its own
+        learner = ray.remote(LearnerRole).options(num_cpus=0, num_gpus=gpus, concurrency_groups=groups)
+        self._learner = learner.remote(text)
         role = ray.remote(EnvironmentRole).options(
             num_cpus=0, max_concurrency=config.sampling.concurrency, max_restarts=_RESTARTS
         )
@@ -91,22 +94,27 @@ class Actors:
     def publisher(self, proxy: ProxyHandle, prefix: str, staleness: Staleness) -> Publisher:
         """Brings the learner's weights to the engines, under names that begin with `prefix`."""
         keep = staleness.bound + 2
-        return Publisher(lambda: self._get(self._learner.publish.remote(keep)), proxy, prefix)
+        put = self._learner.put.options(concurrency_group=_PUBLISHING)
+        return Publisher(
+            lambda: self._get(self._learner.hand_over.remote(keep)), lambda: self._get(put.remote(keep)), proxy, prefix
+        )
 
 
 class Publisher:
     """Publishes in the background, one version at a time."""
 
-    def __init__(self, put: Any, proxy: ProxyHandle, prefix: str) -> None:
-        """`put` puts the weights into a relay and returns where they are."""
-        self._put, self._proxy, self._prefix = put, proxy, prefix
+    def __init__(
+        self, hand_over: Callable[[], None], put: Callable[[], dict[str, Any]], proxy: ProxyHandle, prefix: str
+    ) -> None:
+        """`hand_over` takes a copy of the weights; `put` puts it into a relay and returns where it is."""
+        self._hand_over, self._put, self._proxy, self._prefix = hand_over, put, proxy, prefix
         self._thread: threading.Thread | None = None
 
     def publish(self) -> None:
-        """Put the learner's present weights into the relay, and begin to have the engines take them."""
+        """Begin to bring the learner's present weights to the relay and to the engines; it may go on learning."""
         self.wait()
-        body = self._put() | {"prefix": self._prefix}
-        self._thread = threading.Thread(target=self._spread, args=(body,), name="coserve-publish")
+        self._hand_over()
+        self._thread = threading.Thread(target=self._spread, name="coserve-publish")
         self._thread.start()
 
     def wait(self) -> None:
@@ -115,11 +123,14 @@ class Publisher:
             self._thread.join()
             self._thread = None
 
-    def _spread(self, body: dict[str, Any]) -> None:
+    def _spread(self) -> None:
+        from ray.exceptions import RayTaskError
+
         try:
+            body = self._put() | {"prefix": self._prefix}
             state = self._proxy.call("POST", "/coserve/v1/weights", body, _PUBLISH_BOUND_S)
-        except OSError as exc:  # the proxy has them, or asks for nothing: the next version will do
-            logger.warning("weights %d were not published: %s", body["version"], exc)
+        except (OSError, RayTaskError) as exc:  # the next version will do
+            logger.warning("weights were not published: %s", exc)
             return
         for worker in state["workers"]:
             if worker["wrong"]:

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from rl_driver.api.train_config import TrainConfig
 from rl_driver.training.checkpoints import Checkpoints
 from rl_driver.training.learner import Learner, LearnerConfig
@@ -19,7 +21,7 @@ _PROBED = 16  # samples of a step that are scored anew, to see how far sampler a
 
 
 class LearnerRole:
-    """One per job. Its methods are called one after the other."""
+    """One per job. Its methods are called one after the other, but for `put`."""
 
     def __init__(self, config_json: str) -> None:
         from transformers import AutoModelForCausalLM
@@ -31,6 +33,7 @@ class LearnerRole:
         self._key = secrets.token_urlsafe(16)
         self._relay = Relay(key=self._key)
         self._publisher = Publisher(RelayClient(self._relay.url, self._key))
+        self._handed_over: tuple[int, list[tuple[str, Tensor]]] = 0, []
         self._probe_due, self._agreement = True, None
 
     def restore(self) -> dict[str, Any] | None:
@@ -55,11 +58,18 @@ class LearnerRole:
         self._probe_due = True
         return self._learner.end_step()
 
-    def publish(self, keep: int) -> dict[str, Any]:
-        """Put the weights into the relay, and forget all but the newest `keep` versions; returns where they are."""
-        version = self._learner.version
+    def hand_over(self, keep: int) -> None:
+        """Take a copy of the weights for `put`; `keep`: versions that samplers may have."""
         self._learner.remember(keep)
-        self._publisher.publish(version, self._learner.weights())
+        self._handed_over = self._learner.version, list(self._learner.weights())
+
+    def put(self, keep: int) -> dict[str, Any]:
+        """Put the copy into the relay, and forget what nobody needs who has one of the newest `keep` versions.
+
+        Runs beside the other methods; returns where the weights are.
+        """
+        version, weights = self._handed_over
+        self._publisher.publish(version, weights)
         self._publisher.retire(keep)
         return {"url": self._relay.url, "version": version, "key": self._key}
 

@@ -15,6 +15,7 @@ from vllm_coserve.weights.codec import bits_of
 from vllm_coserve.weights.publisher import Publisher
 from vllm_coserve.weights.relay import Relay, RelayClient
 from vllm_coserve.weights.replica import Replica
+from vllm_coserve.weights.sharding import Region
 from vllm_coserve.weights.store import CorruptError, Manifest, RelayError, Release, digest_of
 
 Weights = dict[str, torch.Tensor]
@@ -198,10 +199,11 @@ def test_a_refused_version_leaves_the_copy(client: RelayClient) -> None:
         {"dtype": "float32"},
         {"shape": (70, 49)},
         {"shape": (71, 50)},
-        {"stop": 69},
-        {"start": 1},
-        {"start": -1},
-        {"bucket": "00009"},
+        {"region": Region(0, 69, 0, 50)},
+        {"region": Region(1, 70, 0, 50)},
+        {"region": Region(-1, 69, 0, 50)},
+        {"region": Region(0, 70, 0, 51)},
+        {"bucket": "0-00009"},
         {"offset": 16},
         {"nbytes": 3},
     ],
@@ -210,8 +212,8 @@ def test_manifests_that_make_no_sense_are_refused(client: RelayClient, change: d
     Publisher(client).publish(1, _weights().items())
     good = client.manifest(Release(1))
     first = replace(good.pieces[0], **change)
-    data = client.get_range(Release(1), "00000", 0, good.buckets[0].nbytes)
-    client.put_bucket(Release(2), "00000", data)
+    data = client.get_range(Release(1), "0-00000", 0, good.buckets[0].nbytes)
+    client.put_bucket(Release(2), "0-00000", data)
     assert digest_of(data) == good.buckets[0].digest
     client.put_manifest(Release(2), Manifest("2", good.lineage, (first, *good.pieces[1:]), good.buckets))
     replica = Replica()

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import secrets
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from dataclasses import replace
+from functools import partial
 
 import torch
-from msgspec.structs import replace
+from msgspec import structs
 
 from vllm_coserve.weights.codec import bits_of, encode
+from vllm_coserve.weights.sharding import Region, whole
 from vllm_coserve.weights.store import BucketEntry, Manifest, PieceEntry, RelayStore, Release, digest_of
 
 BUCKET_BYTES = 64 << 20
@@ -22,12 +24,35 @@ _PIECE_BYTES = 32 << 20  # of bits: what is encoded at once
 _ENCODERS, _ENCODED_AHEAD, _SENT_AHEAD = 2, 4, 2
 
 
-class Publisher:
-    """Publishes the versions of one model, in ascending order. One thread uses an instance."""
+Cut = Callable[[str, tuple[int, ...]], Sequence[Region]]
+Parts = list[tuple[list[PieceEntry], list[BucketEntry]]]
+Gather = Callable[[tuple[list[PieceEntry], list[BucketEntry]]], "Parts | None"]
 
-    def __init__(self, store: RelayStore, whole_every: int = 8, bucket_bytes: int = BUCKET_BYTES) -> None:
-        """Every `whole_every`-th version is put whole as well, for engines that have none or have missed some."""
+
+class Publisher:
+    """Publishes the versions of one model, in ascending order. One thread uses an instance.
+
+    Several trainer ranks publish together when each has an instance with the regions that are its own, a rank, and a
+    `gather` that brings all ranks' parts to one of them, which completes the release.
+    """
+
+    def __init__(
+        self,
+        store: RelayStore,
+        whole_every: int = 8,
+        bucket_bytes: int = BUCKET_BYTES,
+        cut: Cut = lambda name, shape: [whole(shape)],
+        rank: int = 0,
+        gather: Gather = lambda part: [part],
+    ) -> None:
+        """Every `whole_every`-th version is put whole as well, for engines that have none or have missed some.
+
+        Args:
+            cut: the regions of a tensor that this publisher puts, by the tensor's name and shape.
+            gather: gets a rank's part of a release once it is put; returns all ranks' parts on one rank, else None.
+        """
         self._store, self._whole_every, self._bucket_bytes = store, whole_every, bucket_bytes
+        self._cut, self._rank, self._gather = cut, rank, gather
         self._lineage = secrets.token_hex(8)
         self._tensors: dict[str, torch.Tensor] = {}  # as they were published last
         self._version: int | None = None  # None: nobody has what `_tensors` are
@@ -70,8 +95,8 @@ class Publisher:
 
     def _whole(self) -> Iterator[tuple[PieceEntry, Callable[[], bytes]]]:
         for name, tensor in self._tensors.items():
-            for entry, rows in _pieces(name, tensor):
-                yield entry, lambda rows=rows: encode(None, bits_of(rows))
+            for entry in self._pieces(name, tensor):
+                yield entry, partial(_encode_whole, part_of(tensor, entry.region))
 
     def _changed(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[PieceEntry, Callable[[], bytes]]]:
         missing = set(self._tensors)
@@ -80,10 +105,20 @@ class Publisher:
             if old is None or old.shape != tensor.shape or old.dtype != tensor.dtype:
                 raise ValueError(f"{name} was not among the tensors of the version before, or had another shape")
             missing.discard(name)
-            for (entry, before), (_, now) in zip(_pieces(name, old), _pieces(name, tensor.detach()), strict=True):
-                yield entry, lambda before=before, now=now: _advance(before, now)
+            now = tensor.detach().contiguous()
+            for entry in self._pieces(name, old):
+                yield entry, partial(_advance, part_of(old, entry.region), part_of(now, entry.region))
         if missing:
             raise ValueError(f"{min(missing)} was among the tensors of the version before")
+
+    def _pieces(self, name: str, tensor: torch.Tensor) -> Iterator[PieceEntry]:
+        shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
+        for region in self._cut(name, shape):
+            row_bytes = max(1, tensor.element_size() * (region.right - region.left))
+            step = max(1, _PIECE_BYTES // row_bytes)
+            for top in range(region.top, region.bottom, step) or [region.top]:
+                bottom = min(region.bottom, top + step)
+                yield PieceEntry(name, dtype, shape, replace(region, top=top, bottom=bottom))
 
     def _put(self, release: Release, pieces: Iterator[tuple[PieceEntry, Callable[[], bytes]]]) -> None:
         entries: list[PieceEntry] = []
@@ -95,7 +130,7 @@ class Publisher:
             def send() -> None:
                 data = bytes(bucket)
                 bucket.clear()
-                buckets.append(BucketEntry(f"{len(buckets):05d}", len(data), digest_of(data)))
+                buckets.append(BucketEntry(self._bucket(len(buckets)), len(data), digest_of(data)))
                 sent.append(sender.submit(self._store.put_bucket, release, buckets[-1].name, data))
                 if len(sent) > _SENT_AHEAD:
                     sent.popleft().result()
@@ -103,17 +138,35 @@ class Publisher:
             for entry, data in _ahead(pool, pieces, _ENCODED_AHEAD):
                 if bucket and len(bucket) + len(data) > self._bucket_bytes:
                     send()
-                place: dict[str, Any] = {"bucket": f"{len(buckets):05d}", "offset": len(bucket), "nbytes": len(data)}
-                entries.append(replace(entry, **place))
+                place = {"bucket": self._bucket(len(buckets)), "offset": len(bucket), "nbytes": len(data)}
+                entries.append(structs.replace(entry, **place))
                 bucket += data
             send()
             for future in sent:
                 future.result()
-        self._store.put_manifest(release, Manifest(str(release), self._lineage, tuple(entries), tuple(buckets)))
+        parts = self._gather((entries, buckets))
+        if parts is not None:
+            pieces = tuple(entry for part, _ in parts for entry in part)
+            manifest = Manifest(str(release), self._lineage, pieces, tuple(b for _, part in parts for b in part))
+            self._store.put_manifest(release, manifest)
+
+    def _bucket(self, number: int) -> str:
+        return f"{self._rank}-{number:05d}"
+
+
+def part_of(tensor: torch.Tensor, region: Region) -> torch.Tensor:
+    """A region of a contiguous tensor, as a view."""
+    rows = tensor.shape[0] if tensor.dim() else 1
+    columns = tensor.numel() // rows if rows else 0
+    return tensor.reshape(rows, columns)[region.top : region.bottom, region.left : region.right]
+
+
+def _encode_whole(now: torch.Tensor) -> bytes:
+    return encode(None, bits_of(now.contiguous()))
 
 
 def _advance(before: torch.Tensor, now: torch.Tensor) -> bytes:
-    encoded = encode(bits_of(before), bits_of(now))
+    encoded = encode(bits_of(before.contiguous()), bits_of(now.contiguous()))
     before.copy_(now)
     return encoded
 
@@ -130,17 +183,3 @@ def _ahead(
             yield entry, future.result()
     for entry, future in waiting:
         yield entry, future.result()
-
-
-def _pieces(name: str, tensor: torch.Tensor) -> Iterator[tuple[PieceEntry, torch.Tensor]]:
-    """A tensor as runs of rows; one without elements is a run by itself."""
-    shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
-    rows = shape[0] if shape else 1
-    if not tensor.numel():
-        yield PieceEntry(name, dtype, shape, 0, rows, "", 0, 0), tensor
-        return
-    flat = tensor.contiguous().reshape(rows, -1)
-    step = max(1, _PIECE_BYTES // (flat.element_size() * flat.shape[1]))
-    for start in range(0, rows, step):
-        stop = min(rows, start + step)
-        yield PieceEntry(name, dtype, shape, start, stop, "", 0, 0), flat[start:stop]

@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 
 from vllm_coserve.weights.codec import apply, bits_of
-from vllm_coserve.weights.store import CorruptError, Manifest, PieceEntry, RelayError, RelayStore, Release, digest_of
+from vllm_coserve.weights.publisher import part_of
+from vllm_coserve.weights.sharding import whole
+from vllm_coserve.weights.store import CorruptError, Manifest, PieceEntry, RelayError, RelayStore, Release
 
 Accept = Callable[[Mapping[str, list[int]]], None]
 
 
 class Replica:
-    """Whole versions only: while it is brought to another, and after a failure in the middle, it is none."""
+    """Whole versions only: while it is brought to another, and after a failure in the middle, it is none.
 
-    def __init__(self) -> None:
+    A worker that needs parts of tensors has whole ones all the same, of which only those parts are read and written:
+    memory that nobody writes to is none.
+    """
+
+    def __init__(self, wants: Callable[[PieceEntry], bool] = lambda piece: True) -> None:
+        """`wants`: whether some of a piece is needed."""
+        self._wants = wants
         self.tensors: dict[str, torch.Tensor] = {}
         self.version: int | None = None
         self._lineage = ""
@@ -69,33 +78,32 @@ class Replica:
     def _take(self, store: RelayStore, release: Release, accept: Accept) -> Release:
         manifest = store.manifest(release)
         accept({piece.name: list(piece.shape) for piece in manifest.pieces})
-        if manifest.release != str(release):
-            raise CorruptError(f"the manifest of release {release} is that of {manifest.release}")
+        _check(manifest, release)
+        wanted = sorted(filter(self._wants, manifest.pieces), key=lambda piece: (piece.bucket, piece.offset))
+        encoded: Iterable[tuple[PieceEntry, memoryview]] = _read(store, release, wanted)
         if release.base is None:
             self._lineage = manifest.lineage
-            named = {piece.name for piece in manifest.pieces}
+            named = {piece.name for piece in wanted}
             self.tensors = {name: tensor for name, tensor in self.tensors.items() if name in named}
-            buckets: Mapping[str, bytes] = _Buckets(store, release, manifest)
         elif manifest.lineage != self._lineage:
             raise CorruptError(f"release {release} is of other weights")
-        else:  # small, and all there before the first bit is changed
-            buckets = dict(_Buckets(store, release, manifest))
+        else:
+            encoded = list(encoded)  # small, and all there before the first bit is changed
         self.version = None
-        held: tuple[str, bytes] = ("", b"")
-        for piece in manifest.pieces:
-            if piece.bucket != held[0]:
-                held = piece.bucket, buckets[piece.bucket]
-            data = memoryview(held[1])[piece.offset : piece.offset + piece.nbytes]
+        for piece, data in encoded:
+            part = self._part(piece, release)
+            run = part.contiguous()
             try:
-                apply(bits_of(self._rows(piece, release)), data)
+                apply(bits_of(run), data)
             except CorruptError as exc:
                 raise CorruptError(f"{piece.name} of release {release}: {exc}") from None
-        _check_whole(manifest)
+            if run.data_ptr() != part.data_ptr():
+                part.copy_(run)
         self.version = release.version
         return release
 
-    def _rows(self, piece: PieceEntry, release: Release) -> torch.Tensor:
-        """The rows of a tensor that a piece is of."""
+    def _part(self, piece: PieceEntry, release: Release) -> torch.Tensor:
+        """The region of a tensor that a piece is of."""
         dtype = getattr(torch, piece.dtype, None)
         if not isinstance(dtype, torch.dtype) or min(piece.shape, default=1) < 0:
             raise CorruptError(f"the manifest's entry of {piece.name} makes no sense: {piece}")
@@ -104,42 +112,42 @@ class Replica:
             if release.base is not None:
                 raise CorruptError(f"{piece.name} of release {release} was another tensor before")
             have = self.tensors[piece.name] = torch.zeros(piece.shape, dtype=dtype)
-        rows = piece.shape[0] if piece.shape else 1
-        if not 0 <= piece.start <= piece.stop <= rows:
+        return part_of(have, piece.region)
+
+
+def _read(store: RelayStore, release: Release, pieces: Sequence[PieceEntry]) -> Iterator[tuple[PieceEntry, memoryview]]:
+    """Encoded pieces, those that lie side by side in one read. Each has a checksum of its own."""
+    for _, group in itertools.groupby(_runs(pieces), key=lambda item: item[0]):
+        run = [piece for _, piece in group]
+        start, end = run[0].offset, run[-1].offset + run[-1].nbytes
+        data = memoryview(store.get_range(release, run[0].bucket, start, end))
+        for piece in run:
+            yield piece, data[piece.offset - start : piece.offset - start + piece.nbytes]
+
+
+def _runs(pieces: Sequence[PieceEntry]) -> Iterator[tuple[int, PieceEntry]]:
+    """(number of its run, piece): a run is what lies in one bucket without gaps."""
+    number, bucket, end = 0, "", 0
+    for piece in pieces:
+        if (piece.bucket, piece.offset) != (bucket, end):
+            number += 1
+        bucket, end = piece.bucket, piece.offset + piece.nbytes
+        yield number, piece
+
+
+def _check(manifest: Manifest, release: Release) -> None:
+    """It must be the release's, and have every element of every tensor: a part of a fused parameter is useless."""
+    if manifest.release != str(release):
+        raise CorruptError(f"the manifest of release {release} is that of {manifest.release}")
+    nbytes = {bucket.name: bucket.nbytes for bucket in manifest.buckets}
+    missing: dict[str, int] = {}
+    for piece in manifest.pieces:
+        r, everything = piece.region, whole(piece.shape)
+        inside = 0 <= r.top <= r.bottom and 0 <= r.left <= r.right and everything.holds(r)
+        if not inside or piece.offset < 0 or piece.offset + piece.nbytes > nbytes.get(piece.bucket, -1):
             raise CorruptError(f"the manifest's entry of {piece.name} makes no sense: {piece}")
-        return have.reshape(rows, -1)[piece.start : piece.stop] if have.numel() else have
-
-
-class _Buckets(Mapping[str, bytes]):
-    """A release's buckets, read and checked at each access."""
-
-    def __init__(self, store: RelayStore, release: Release, manifest: Manifest) -> None:
-        self._store, self._release = store, release
-        self._entries = {bucket.name: bucket for bucket in manifest.buckets}
-
-    def __getitem__(self, name: str) -> bytes:
-        if name not in self._entries:
-            raise CorruptError(f"the manifest of release {self._release} names no bucket {name}")
-        entry = self._entries[name]
-        data = self._store.get_range(self._release, name, 0, entry.nbytes)
-        if len(data) != entry.nbytes or digest_of(data) != entry.digest:
-            raise CorruptError(f"bucket {name} of release {self._release} is damaged")
-        return data
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._entries)
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
-
-def _check_whole(manifest: Manifest) -> None:
-    """Every row of every tensor must have come."""
-    rows: dict[str, int] = {}
-    for piece in manifest.pieces:
-        if piece.start != rows.get(piece.name, 0):
-            raise CorruptError(f"rows of {piece.name} are missing in release {manifest.release}")
-        rows[piece.name] = piece.stop
-    for piece in manifest.pieces:
-        if rows[piece.name] != (piece.shape[0] if piece.shape else 1):
-            raise CorruptError(f"rows of {piece.name} are missing in release {manifest.release}")
+        missing.setdefault(piece.name, everything.bottom * everything.right)
+        missing[piece.name] -= (r.bottom - r.top) * (r.right - r.left)
+    for name, count in missing.items():
+        if count:
+            raise CorruptError(f"{count} elements of {name} are missing in release {release}")

@@ -9,6 +9,8 @@ from typing import Protocol
 import msgspec
 from blake3 import blake3
 
+from vllm_coserve.weights.sharding import Region
+
 _RELEASE = re.compile(r"(\d{1,15})(?:-from-(\d{1,15}))?\Z", re.ASCII)
 
 
@@ -44,16 +46,15 @@ class Release:
 
 
 class PieceEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Rows [start, stop) of a tensor of the checkpoint, encoded (see `weights.codec`) in `nbytes` of a bucket."""
+    """A region of a tensor of the checkpoint, encoded (see `weights.codec`) in `nbytes` of a bucket."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]  # of the whole tensor
-    start: int
-    stop: int
-    bucket: str
-    offset: int
-    nbytes: int
+    region: Region
+    bucket: str = ""
+    offset: int = 0
+    nbytes: int = 0
 
 
 class BucketEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
