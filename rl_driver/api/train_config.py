@@ -114,6 +114,7 @@ class WorkersConfig(_Section):
     dedicated: tuple[str, ...] = ()
     borrowed: tuple[str, ...] = ()
     borrow: Count | None = Field(None, description="use at most so many of the borrowed engines, the emptiest ones")
+    tensor_parallel: int = Field(1, ge=1, le=64, description="of the engines, the largest: weights are cut along it")
     turns_per_dedicated: Count = 16
     turns_per_borrowed: Count = 16
     policy: str = Field("turnwise", description="how turns are placed")
@@ -133,7 +134,7 @@ class WorkersConfig(_Section):
 
     def proxy(self, more: dict[str, Any]) -> ProxyConfig:
         """What the rollout proxy is to do."""
-        values = self.model_dump(exclude={"api_key"}) | {"worker_api_key": self.api_key}
+        values = self.model_dump(exclude={"api_key", "tensor_parallel"}) | {"worker_api_key": self.api_key}
         return ProxyConfig.model_validate(values | more)
 
 

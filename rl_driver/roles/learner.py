@@ -16,6 +16,7 @@ from rl_driver.training.losses import Clip
 from rl_driver.training.samples import Sample
 from vllm_coserve.weights.publisher import Publisher
 from vllm_coserve.weights.relay import Relay, RelayClient
+from vllm_coserve.weights.sharding import ModelShape, cut_for
 
 _PROBED = 16  # samples of a step that are scored anew, to see how far sampler and learner are apart
 
@@ -32,7 +33,8 @@ class LearnerRole:
         self._checkpoints = Checkpoints(Path(self._config.out) / "checkpoints", self._config.checkpoint.keep)
         self._key = secrets.token_urlsafe(16)
         self._relay = Relay(key=self._key)
-        self._publisher = Publisher(RelayClient(self._relay.url, self._key))
+        cut = cut_for(ModelShape.of(model.config.to_dict()), self._config.workers.tensor_parallel)
+        self._publisher = Publisher(RelayClient(self._relay.url, self._key), cut=cut)
         self._handed_over: tuple[int, list[tuple[str, Tensor]]] = 0, []
         self._probe_due, self._agreement = True, None
 

@@ -103,7 +103,7 @@ def sizes_of(old: torch.Tensor, new: torch.Tensor, positions: np.ndarray, steps:
     out: dict[str, float] = {name: float(len(data)) for name, data in rival.items()}
     for name, data in rival.items():
         out[f"{name}, zstd-1"] = float(len(zstandard.ZstdCompressor(level=1).compress(data)))
-    out["this project"] = float(len(encode(old, new)))
+    out["this project"] = float(sum(map(len, encode(old, new))))
     out["order-0 entropy"] = (entropy(gaps) + entropy(zigzag)) * positions.size / 8
     return out
 
@@ -148,7 +148,7 @@ def measure_speed(rounds: int) -> dict[str, Any]:
         out["densities"][f"{density:g}"] = {
             "copy_gb_per_s": old.nbytes / seconds["copy"] / 1e9,
             "of_copy_speed": {way: seconds["copy"] / s for way, s in seconds.items() if way != "copy"},
-            "encoded_bytes": len(encode(old, new)),
+            "encoded_bytes": sum(map(len, encode(old, new))),
         }
         print(density, out["densities"][f"{density:g}"], flush=True)
     return out
@@ -158,7 +158,8 @@ def _ways(old: torch.Tensor, new: torch.Tensor, copy: torch.Tensor) -> dict[str,
     """What is timed: (how often it is done, it)."""
     positions, steps = kernels.compact(old, new)
     bits, back = old.clone(), -steps
-    forth, undo, dense = encode(old, new), encode(new, old), encode(None, new, compress=False)
+    forth, undo = (b"".join(encode(*pair)) for pair in ((old, new), (new, old)))
+    dense = bytearray(b"".join(encode(None, new, compress=False)))
     return {
         "copy": (1, lambda: copy.copy_(old)),
         "extract": (1, lambda: kernels.compact(old, new)),

@@ -16,14 +16,16 @@ from typing import Any
 import requests
 
 from tests.scenario.harness import COMMON, KEY, RunningPair, prompt, wait_for
-from vllm_coserve.demo.servers import free_port, running_engine, running_server
+from vllm_coserve.demo.servers import HOST_CORE, free_port, running_engine, running_server
 
 
 @contextlib.contextmanager
-def dedicated_engine(model: Path, log: Path, *flags: str) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+def dedicated_engine(
+    model: Path, log: Path, *flags: str, cores: str = str(HOST_CORE)
+) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
     """A plain vLLM server with the rollout model, its worker on the second core: (address, process)."""
     argv = [str(model), *COMMON.split(), "--served-model-name=rollout", f"--api-key={KEY}"]
-    with running_engine([*argv, f"--kv-cache-memory-bytes={128 << 20}", *flags], log) as engine:
+    with running_engine([*argv, f"--kv-cache-memory-bytes={128 << 20}", *flags], log, cores=cores) as engine:
         yield engine
 
 

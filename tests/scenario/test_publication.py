@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Iterator
@@ -15,9 +16,10 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from tests.scenario.harness import RunningPair, bearer, prompt, wait_for
-from tests.scenario.proxy_harness import AUTH, running_proxy, wait_usable, workers_of
+from tests.scenario.proxy_harness import AUTH, dedicated_engine, running_proxy, wait_usable, workers_of
 from vllm_coserve.weights.publisher import Publisher
 from vllm_coserve.weights.relay import Relay, RelayClient
+from vllm_coserve.weights.sharding import ModelShape, cut_for
 
 pytestmark = [pytest.mark.scenario, pytest.mark.timeout(300)]
 
@@ -118,6 +120,26 @@ def test_all_engines_use_what_was_published(
         assert len(choice["token_ids"]) == spans[-1]["end"] == 60
         seen.add(tuple(s["version"] for s in spans))
     assert any(len(versions) > 1 for versions in seen), f"no rollout went on over an update: {seen}"
+
+
+def test_workers_of_a_tensor_parallel_engine_read_their_parts(models: tuple[Path, Path], tmp_path: Path) -> None:
+    base = {k: v for f in models[1].glob("*.safetensors") for k, v in load_file(f).items()}
+    shape, text = ModelShape.of(json.loads((models[1] / "config.json").read_text())), prompt(5, 80)
+    torch.manual_seed(1)
+    with (
+        dedicated_engine(models[1], tmp_path / "tp.log", "--tensor-parallel-size=2", cores="0|1") as (engine, _),
+        running_proxy(tmp_path / "proxy.log", f"--dedicated={engine}") as (proxy, _),
+        Relay(key=_KEY) as relay,
+    ):
+        wait_usable(proxy, 1)
+        publisher = Publisher(RelayClient(relay.url, _KEY), cut=cut_for(shape, 2))
+        for version in (1, 2, 3):
+            weights = {k: (v.float() * (1 + 0.2 * torch.randn(v.shape))).to(v.dtype) for k, v in base.items()}
+            publisher.publish(version, weights.items())
+            state = _publish(proxy, relay, version)
+            assert [w["version"] for w in state["workers"]] == [f"step-{version}"], state
+            expected = _independent_logprobs(models[1], weights, text)
+            assert float((_logprobs(engine, text) - expected).abs().max()) < _SAME_NATS
 
 
 def test_weights_of_a_relay_that_is_gone_are_those_of_the_folder_after_an_activation(

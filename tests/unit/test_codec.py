@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_coserve.weights.codec import Kind, apply, bits_of, encode
+from vllm_coserve.weights.codec import Kind, apply, bits_of
+from vllm_coserve.weights.codec import encode as encode_parts
 from vllm_coserve.weights.store import CorruptError
 
 _DTYPES = (torch.int8, torch.int16, torch.int32, torch.int64)
+
+
+def encode(*args: Any, **options: Any) -> bytes:
+    """In one piece."""
+    return b"".join(encode_parts(*args, **options))
 
 
 def _random(size: int, dtype: torch.dtype, seed: int) -> torch.Tensor:

@@ -16,7 +16,7 @@ from vllm_coserve.weights.publisher import Publisher
 from vllm_coserve.weights.relay import Relay, RelayClient
 from vllm_coserve.weights.replica import Replica
 from vllm_coserve.weights.sharding import Region
-from vllm_coserve.weights.store import CorruptError, Manifest, RelayError, Release, digest_of
+from vllm_coserve.weights.store import CorruptError, Manifest, RelayError, Release
 
 Weights = dict[str, torch.Tensor]
 
@@ -148,7 +148,7 @@ class _Breaking:
             raise RelayError("gone")
         if kind == 1 and data:
             at = self._random.randrange(len(data))
-            return data[:at] + bytes([data[at] ^ 4]) + data[at + 1 :]
+            return bytes(data[:at]) + bytes([data[at] ^ 4]) + bytes(data[at + 1 :])
         return data[: len(data) // 2] if kind == 2 else data
 
 
@@ -213,8 +213,7 @@ def test_manifests_that_make_no_sense_are_refused(client: RelayClient, change: d
     good = client.manifest(Release(1))
     first = replace(good.pieces[0], **change)
     data = client.get_range(Release(1), "0-00000", 0, good.buckets[0].nbytes)
-    client.put_bucket(Release(2), "0-00000", data)
-    assert digest_of(data) == good.buckets[0].digest
+    client.put_bucket(Release(2), "0-00000", [data])
     client.put_manifest(Release(2), Manifest("2", good.lineage, (first, *good.pieces[1:]), good.buckets))
     replica = Replica()
     with pytest.raises(CorruptError):

@@ -209,8 +209,8 @@ def test_forty_steps_between_any_two_layouts(trainer: Any, serving: list[Rank]) 
                     replica.advance(client, version, lambda shapes: None)
                     for name, regions in ((n, needs[n][index]) for n in shapes):
                         for region in regions:
-                            parts = (part_of(t[name], region).contiguous() for t in (replica.tensors, weights))
-                            assert torch.equal(*map(bits_of, parts)), (name, region)
+                            both = (part_of(t[name], region).contiguous() for t in (replica.tensors, weights))
+                            assert torch.equal(*map(bits_of, both)), (name, region)
             for tensor in weights.values():
                 bits = bits_of(tensor)
                 bits += (torch.rand(bits.shape, generator=generator) < 0.02).to(bits.dtype)

@@ -52,9 +52,9 @@ def vllm_serve(*argv: str) -> list[str]:
     return [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", *argv]
 
 
-def engine_env(core: int) -> dict[str, str]:
-    """Environment of an engine whose worker computes on one core."""
-    return {"VLLM_CPU_OMP_THREADS_BIND": str(core), "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+def engine_env(cores: str) -> dict[str, str]:
+    """Environment of an engine whose workers compute on these cores."""
+    return {"VLLM_CPU_OMP_THREADS_BIND": cores, "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
 
 
 @contextlib.contextmanager
@@ -99,21 +99,24 @@ def running_pair(
         raise DemoError("the demo needs two CPU cores: one stands for the device, one is the host")
     log.unlink(missing_ok=True)
     urls = [f"http://127.0.0.1:{port}", f"http://127.0.0.1:{rollout_port}"]
-    with running_server(vllm_serve(*argv), urls, log, engine_env(DEVICE_CORE), say) as process:
+    with running_server(vllm_serve(*argv), urls, log, engine_env(str(DEVICE_CORE)), say) as process:
         pin(process.pid)
         yield Pair(process, *urls, log)
 
 
 @contextlib.contextmanager
 def running_engine(
-    argv: Sequence[str], log: Path, say: Callable[[str], None] = lambda text: None
+    argv: Sequence[str], log: Path, say: Callable[[str], None] = lambda text: None, cores: str = str(HOST_CORE)
 ) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
-    """Run a rollout engine of its own, `vllm serve ARGV...`, its worker on the host core: (address, process)."""
+    """Run a rollout engine of its own, `vllm serve ARGV...`: (address, process).
+
+    `cores`: of its workers, those of several with a bar between them.
+    """
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     flags = [f"--port={port}", "--host=127.0.0.1", "--enable-scale-out", "--weight-transfer-config"]
     # The first is for vLLM's routes for weights.
-    env = engine_env(HOST_CORE) | {"VLLM_SERVER_DEV_MODE": "1", "VLLM_COSERVE_SHARED_CORES": "1"}
+    env = engine_env(cores) | {"VLLM_SERVER_DEV_MODE": "1", "VLLM_COSERVE_SHARED_CORES": "1"}
     with running_server(vllm_serve(*argv, *flags, '{"backend": "coserve"}'), [url], log, env, say) as process:
         make_guest(process.pid)
         yield url, process

@@ -1,15 +1,15 @@
 """Bit-exact deltas of runs of bits: what changed from one version of a tensor to the next, in few bytes.
 
-An encoded run is a header, then streams of bytes, each as it is or compressed by zstd:
+An encoded run is a header with a checksum, then streams of bytes, each as it is or compressed by zstd:
 
     same    nothing changed
     sparse  planes of the gaps between changed elements, planes of their steps
     mask    a bit an element, planes of the steps of those that changed
-    dense   planes of the new bits
+    dense   the new bits, as they are or as planes
 
 A step is the difference of the bits modulo the width, a number of units in the last place, with its sign in the lowest
 bit (zigzag). A plane is one byte of each number of a stream: high bytes are mostly zero and cost next to nothing, which
-spares an escape code. A planes' order-0 entropy is what zstd's Huffman stage reaches; see docs/architecture.md.
+spares an escape code.
 """
 
 from __future__ import annotations
@@ -26,15 +26,17 @@ import zstandard
 from blake3 import blake3
 
 from vllm_coserve.kernels import compact, digest, scatter
-from vllm_coserve.weights.store import CorruptError
+from vllm_coserve.weights.store import Buffer, CorruptError
+
+ALIGNMENT = 16  # of an encoded run in memory, so that its bits can be used where they are
 
 _MAGIC, _FORMAT = b"CoDe", 1
 _LEVEL = 1  # 3 gains nothing on such streams
 _SPARSE_BELOW, _MASK_BELOW = 0.15, 0.75  # densities; beyond them gaps cost more time, and steps more bytes
 _WORTH = 0.97  # a stream is compressed where that makes it smaller than so much of itself
-_CHECKSUM_BYTES = 16  # of header and streams; between them
-# magic, format, kind, width, streams, those of gaps, elements, changed, digest of the new bits
-_HEADER = struct.Struct("<4sBBBBBQQQ")
+_CHECKSUM_BYTES = 16
+# magic, format, kind, width, streams, those of gaps, elements, changed, digest of the new bits; the checksum follows
+_HEADER = struct.Struct("<4sBBBBB7xQQQ8x")
 _STREAM = struct.Struct("<QQ")  # bytes, bytes as stored
 _local = threading.local()
 
@@ -48,7 +50,9 @@ class Kind(IntEnum):
     DENSE = 3
 
 
-def encode(old: torch.Tensor | None, new: torch.Tensor, kind: Kind | None = None, compress: bool = True) -> bytes:
+def encode(
+    old: torch.Tensor | None, new: torch.Tensor, kind: Kind | None = None, compress: bool = True
+) -> list[Buffer]:
     """Encode the change from `old` to `new`.
 
     Args:
@@ -56,6 +60,9 @@ def encode(old: torch.Tensor | None, new: torch.Tensor, kind: Kind | None = None
         new: bits of the same dtype and size, on the same device.
         kind: SPARSE, MASK or DENSE; None: chosen by the share of elements that changed.
         compress: False where the link is faster than zstd.
+
+    Returns:
+        the parts of what is to be sent. Some may be memory of `new`, which must stay as it is until then.
     """
     width, size = new.element_size(), new.numel()
     changed, gap_planes, streams = size, 0, []
@@ -75,17 +82,12 @@ def encode(old: torch.Tensor | None, new: torch.Tensor, kind: Kind | None = None
     elif kind is Kind.DENSE:
         changed, bits = size, new.cpu().numpy()
         streams = _planes(bits.view(f"u{width}"), width) if compress else [bits.view(np.uint8)]
-    payload = b"".join(_store(stream, compress) for stream in streams)
     header = _HEADER.pack(_MAGIC, _FORMAT, kind, width, len(streams), gap_planes, size, changed, digest(new))
-    return header + _checksum(header, payload) + payload
+    payload = [part for stream in streams for part in _store(stream, compress)]
+    return [header, _checksum(header, payload[:1] if _is_plain(kind, streams, payload) else payload), *payload]
 
 
-def _choose(changed: int, size: int) -> Kind:
-    density = changed / size
-    return Kind.SPARSE if density < _SPARSE_BELOW else Kind.MASK if density < _MASK_BELOW else Kind.DENSE
-
-
-def apply(bits: torch.Tensor, encoded: bytes | memoryview) -> int:
+def apply(bits: torch.Tensor, encoded: Buffer) -> int:
     """Bring a run of bits to the version that `encoded` describes, in place; returns the digest of the result.
 
     Raises:
@@ -110,6 +112,11 @@ def bits_of(tensor: torch.Tensor) -> torch.Tensor:
     """A contiguous tensor as a flat run of integers, without a copy."""
     widths = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     return tensor.detach().reshape(-1).view(widths[tensor.element_size()])
+
+
+def _choose(changed: int, size: int) -> Kind:
+    density = changed / size
+    return Kind.SPARSE if density < _SPARSE_BELOW else Kind.MASK if density < _MASK_BELOW else Kind.DENSE
 
 
 # ---- streams
@@ -140,11 +147,16 @@ def _join(planes: Sequence[np.ndarray], dtype: str) -> np.ndarray:
     return numbers
 
 
-def _store(stream: np.ndarray, compress: bool) -> bytes:
+def _store(stream: np.ndarray, compress: bool) -> list[Buffer]:
     raw = memoryview(stream)
-    stored = _zstd().compress(raw) if compress else raw
+    stored: Buffer = _zstd().compress(raw) if compress else raw
     stored = stored if len(stored) < _WORTH * len(raw) else raw
-    return _STREAM.pack(len(raw), len(stored)) + stored
+    return [_STREAM.pack(len(raw), len(stored)), stored]
+
+
+def _is_plain(kind: Kind, streams: Sequence[np.ndarray], payload: Sequence[Buffer]) -> bool:
+    """Whether it is whole bits as they are. The header's digest is of them: they need not be hashed twice."""
+    return kind is Kind.DENSE and len(streams) == 1 and len(payload[1]) == streams[0].nbytes
 
 
 def _zstd() -> zstandard.ZstdCompressor:
@@ -153,8 +165,11 @@ def _zstd() -> zstandard.ZstdCompressor:
     return _local.compressor
 
 
-def _checksum(header: bytes | memoryview, payload: bytes | memoryview) -> bytes:
-    return blake3(header).update(payload).digest(length=_CHECKSUM_BYTES)
+def _checksum(header: Buffer, parts: Sequence[Buffer]) -> bytes:
+    total = blake3(header)
+    for part in parts:
+        total.update(part)
+    return total.digest(length=_CHECKSUM_BYTES)
 
 
 # ---- reading
@@ -175,7 +190,7 @@ class _Run:
         whole = self.streams[0] if len(self.streams) == 1 else _join(self.streams, f"u{width}")
         if whole.nbytes != bits.nbytes:
             raise CorruptError("the streams of an encoded run do not fit")
-        return torch.from_numpy(whole.view(f"i{width}").copy()).to(bits.device)
+        return _tensor(whole.view(f"i{width}"), bits)
 
     def changes(self, bits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(positions, steps)"""
@@ -196,15 +211,22 @@ class _Run:
         steps = _unzigzag(_join(streams, f"u{width}")) if streams else np.empty(0, f"i{width}")
         if not positions.size == steps.size == self.changed:
             raise CorruptError("the streams of an encoded run do not fit")
-        return torch.from_numpy(positions).to(bits.device), torch.from_numpy(steps).to(bits.device)
+        return _tensor(positions, bits), _tensor(steps, bits)
+
+
+def _tensor(array: np.ndarray, like: torch.Tensor) -> torch.Tensor:
+    return torch.from_numpy(array if array.flags.writeable else array.copy()).to(like.device)
 
 
 def _parse(bits: torch.Tensor, encoded: memoryview) -> _Run:
     start = _HEADER.size + _CHECKSUM_BYTES
     header, checksum, payload = encoded[: _HEADER.size], encoded[_HEADER.size : start], encoded[start:]
-    if len(encoded) < start or _checksum(header, payload) != checksum:
-        raise CorruptError("an encoded run is damaged")
+    if len(encoded) < start:
+        raise CorruptError(f"{len(encoded)} bytes are no encoded run")
     magic, version, kind, width, count, gap_planes, size, changed, expected = _HEADER.unpack(header)
+    plain = kind == Kind.DENSE and count == 1 and payload[:8] == payload[8 : _STREAM.size]
+    if _checksum(header, [payload[: _STREAM.size] if plain else payload]) != checksum:
+        raise CorruptError("an encoded run is damaged")
     if magic != _MAGIC or version != _FORMAT or kind not in list(Kind):
         raise CorruptError(f"this is no encoded run of format {_FORMAT}")
     if width != bits.element_size() or size != bits.numel() or changed > size:

@@ -15,15 +15,16 @@ from functools import partial
 import torch
 from msgspec import structs
 
-from vllm_coserve.weights.codec import bits_of, encode
+from vllm_coserve.weights.codec import ALIGNMENT, bits_of, encode
 from vllm_coserve.weights.sharding import Region, whole
-from vllm_coserve.weights.store import BucketEntry, Manifest, PieceEntry, RelayStore, Release, digest_of
+from vllm_coserve.weights.store import BucketEntry, Buffer, Manifest, PieceEntry, RelayStore, Release
 
 BUCKET_BYTES = 64 << 20
 _PIECE_BYTES = 32 << 20  # of bits: what is encoded at once
 _ENCODERS, _ENCODED_AHEAD, _SENT_AHEAD = 2, 4, 2
 
 
+_Work = tuple[PieceEntry, Callable[[], list[Buffer]]]  # a piece without its place, and what encodes it
 Cut = Callable[[str, tuple[int, ...]], Sequence[Region]]
 Parts = list[tuple[list[PieceEntry], list[BucketEntry]]]
 Gather = Callable[[tuple[list[PieceEntry], list[BucketEntry]]], "Parts | None"]
@@ -93,12 +94,12 @@ class Publisher:
 
     # ---- pieces
 
-    def _whole(self) -> Iterator[tuple[PieceEntry, Callable[[], bytes]]]:
+    def _whole(self) -> Iterator[_Work]:
         for name, tensor in self._tensors.items():
             for entry in self._pieces(name, tensor):
                 yield entry, partial(_encode_whole, part_of(tensor, entry.region))
 
-    def _changed(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[PieceEntry, Callable[[], bytes]]]:
+    def _changed(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[_Work]:
         missing = set(self._tensors)
         for name, tensor in tensors:
             old = self._tensors.get(name)
@@ -120,34 +121,39 @@ class Publisher:
                 bottom = min(region.bottom, top + step)
                 yield PieceEntry(name, dtype, shape, replace(region, top=top, bottom=bottom))
 
-    def _put(self, release: Release, pieces: Iterator[tuple[PieceEntry, Callable[[], bytes]]]) -> None:
+    def _put(self, release: Release, pieces: Iterator[_Work]) -> None:
         entries: list[PieceEntry] = []
         buckets: list[BucketEntry] = []
-        bucket = bytearray()
+        bucket: list[Buffer] = []
+        filled = 0
         with ThreadPoolExecutor(1, "coserve-send") as sender, ThreadPoolExecutor(_ENCODERS, "coserve-encode") as pool:
             sent: deque[Future[None]] = deque()
 
             def send() -> None:
-                data = bytes(bucket)
+                buckets.append(BucketEntry(self._bucket(len(buckets)), filled))
+                sent.append(sender.submit(self._store.put_bucket, release, buckets[-1].name, tuple(bucket)))
                 bucket.clear()
-                buckets.append(BucketEntry(self._bucket(len(buckets)), len(data), digest_of(data)))
-                sent.append(sender.submit(self._store.put_bucket, release, buckets[-1].name, data))
                 if len(sent) > _SENT_AHEAD:
                     sent.popleft().result()
 
-            for entry, data in _ahead(pool, pieces, _ENCODED_AHEAD):
-                if bucket and len(bucket) + len(data) > self._bucket_bytes:
+            for entry, parts in _ahead(pool, pieces, _ENCODED_AHEAD):
+                nbytes = sum(len(part) for part in parts)
+                if bucket and filled + nbytes > self._bucket_bytes:
                     send()
-                place = {"bucket": self._bucket(len(buckets)), "offset": len(bucket), "nbytes": len(data)}
+                    filled = 0
+                if gap := -filled % ALIGNMENT:
+                    bucket.append(bytes(gap))
+                place = {"bucket": self._bucket(len(buckets)), "offset": filled + gap, "nbytes": nbytes}
                 entries.append(structs.replace(entry, **place))
-                bucket += data
+                bucket += parts
+                filled += gap + nbytes
             send()
             for future in sent:
                 future.result()
-        parts = self._gather((entries, buckets))
-        if parts is not None:
-            pieces = tuple(entry for part, _ in parts for entry in part)
-            manifest = Manifest(str(release), self._lineage, pieces, tuple(b for _, part in parts for b in part))
+        gathered = self._gather((entries, buckets))
+        if gathered is not None:
+            all_pieces = tuple(entry for part, _ in gathered for entry in part)
+            manifest = Manifest(str(release), self._lineage, all_pieces, tuple(b for _, part in gathered for b in part))
             self._store.put_manifest(release, manifest)
 
     def _bucket(self, number: int) -> str:
@@ -161,21 +167,19 @@ def part_of(tensor: torch.Tensor, region: Region) -> torch.Tensor:
     return tensor.reshape(rows, columns)[region.top : region.bottom, region.left : region.right]
 
 
-def _encode_whole(now: torch.Tensor) -> bytes:
+def _encode_whole(now: torch.Tensor) -> list[Buffer]:
     return encode(None, bits_of(now.contiguous()))
 
 
-def _advance(before: torch.Tensor, now: torch.Tensor) -> bytes:
+def _advance(before: torch.Tensor, now: torch.Tensor) -> list[Buffer]:
     encoded = encode(bits_of(before.contiguous()), bits_of(now.contiguous()))
     before.copy_(now)
     return encoded
 
 
-def _ahead(
-    pool: ThreadPoolExecutor, pieces: Iterator[tuple[PieceEntry, Callable[[], bytes]]], count: int
-) -> Iterator[tuple[PieceEntry, bytes]]:
+def _ahead(pool: ThreadPoolExecutor, pieces: Iterator[_Work], count: int) -> Iterator[tuple[PieceEntry, list[Buffer]]]:
     """Encoded pieces in their order, `count` of them before their turn."""
-    waiting: deque[tuple[PieceEntry, Future[bytes]]] = deque()
+    waiting: deque[tuple[PieceEntry, Future[list[Buffer]]]] = deque()
     for entry, work in pieces:
         waiting.append((entry, pool.submit(work)))
         if len(waiting) > count:

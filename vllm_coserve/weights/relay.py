@@ -10,12 +10,14 @@ import re
 import secrets
 import threading
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
 import msgspec
 
-from vllm_coserve.weights.store import Manifest, RelayError, Release, digest_of
+from vllm_coserve.weights.store import Buffer, Manifest, RelayError, Release
 
 _PATH = re.compile(r"/v1/releases/([a-z0-9-]{1,40})(?:/(manifest|buckets/([A-Za-z0-9._-]{1,64})))?\Z", re.ASCII)
 _RANGE = re.compile(r"bytes=(\d{1,15})-(\d{1,15})\Z", re.ASCII)
@@ -88,7 +90,7 @@ class Relay:
             buckets = dict(self._buckets.get(release, {}))
         for bucket in manifest.buckets:
             got = buckets.get(bucket.name)
-            if got is None or len(got) != bucket.nbytes or digest_of(got) != bucket.digest:
+            if got is None or len(got) != bucket.nbytes:
                 return 409, f"bucket {bucket.name} is not there, or is another one".encode()
         if manifest.release != str(release):
             return 409, b"the manifest is of another release"
@@ -230,13 +232,13 @@ class RelayClient:
             self._connection.close()
             self._connection = None
 
-    def put_bucket(self, release: Release, name: str, data: bytes | memoryview) -> None:
+    def put_bucket(self, release: Release, name: str, parts: Sequence[Buffer]) -> None:
         """See `RelayStore`."""
-        self._call("PUT", f"/v1/releases/{release}/buckets/{name}", data)
+        self._call("PUT", f"/v1/releases/{release}/buckets/{name}", parts)
 
     def put_manifest(self, release: Release, manifest: Manifest) -> None:
         """See `RelayStore`."""
-        self._call("PUT", f"/v1/releases/{release}/manifest", msgspec.json.encode(manifest))
+        self._call("PUT", f"/v1/releases/{release}/manifest", [msgspec.json.encode(manifest)])
 
     def releases(self) -> list[Release]:
         """See `RelayStore`."""
@@ -252,7 +254,7 @@ class RelayClient:
         except msgspec.DecodeError as exc:
             raise RelayError(f"release {release} has no manifest that can be read: {exc}") from None
 
-    def get_range(self, release: Release, name: str, start: int, end: int) -> bytes:
+    def get_range(self, release: Release, name: str, start: int, end: int) -> Buffer:
         """See `RelayStore`."""
         if start >= end:
             return b""
@@ -263,35 +265,50 @@ class RelayClient:
         self._call("DELETE", f"/v1/releases/{release}")
 
     def _call(
-        self, method: str, path: str, body: bytes | memoryview | None = None, wanted: tuple[int, int] | None = None
-    ) -> bytes:
-        got = bytearray()
+        self, method: str, path: str, body: Sequence[Buffer] = (), wanted: tuple[int, int] | None = None
+    ) -> bytearray:
+        answer = _Answer(bytearray(wanted[1] - wanted[0] if wanted else 0))
         fruitless = 0
         while True:
-            before = len(got)
+            before = answer.have
             try:
-                return self._once(method, path, body, wanted, got)
+                self._once(method, path, body, wanted, answer)
+                return answer.data
             except (OSError, http.client.HTTPException) as exc:
                 self.close()
-                fruitless = 0 if len(got) > before else fruitless + 1
+                fruitless = 0 if answer.have > before else fruitless + 1
                 if fruitless >= _TRIES:
                     raise RelayError(f"the relay at {self._host}:{self._port} does not answer: {exc!r}") from None
                 time.sleep(_RETRY_S * 2**fruitless)
 
     def _once(
-        self, method: str, path: str, body: bytes | memoryview | None, wanted: tuple[int, int] | None, got: bytearray
-    ) -> bytes:
+        self, method: str, path: str, body: Sequence[Buffer], wanted: tuple[int, int] | None, answer: _Answer
+    ) -> None:
         if self._connection is None:
             self._connection = http.client.HTTPConnection(self._host, self._port, timeout=_SOCKET_BOUND_S)
         headers = dict(self._headers)
+        if body:
+            headers["Content-Length"] = str(sum(len(part) for part in body))
         if wanted is not None:
-            headers["Range"] = f"bytes={wanted[0] + len(got)}-{wanted[1] - 1}"
-        self._connection.request(method, path, body, headers)
-        answer = self._connection.getresponse()
-        if answer.status >= 300:
-            raise RelayError(f"{method} {path}: HTTP {answer.status}: {answer.read(300).decode('utf-8', 'replace')}")
-        while part := answer.read(_CHUNK_BYTES):
-            got += part
-        if wanted is not None and len(got) < wanted[1] - wanted[0]:
-            raise http.client.IncompleteRead(bytes(got), wanted[1] - wanted[0] - len(got))
-        return bytes(got)
+            headers["Range"] = f"bytes={wanted[0] + answer.have}-{wanted[1] - 1}"
+        self._connection.request(method, path, body or None, headers)
+        got = self._connection.getresponse()
+        if got.status >= 300:
+            raise RelayError(f"{method} {path}: HTTP {got.status}: {got.read(300).decode('utf-8', 'replace')}")
+        if wanted is None:
+            answer.data += got.read()
+            return
+        room = memoryview(answer.data)
+        while answer.have < len(room):
+            count = got.readinto(room[answer.have : answer.have + _CHUNK_BYTES])
+            if not count:
+                raise http.client.IncompleteRead(b"", len(room) - answer.have)
+            answer.have += count
+
+
+@dataclass(slots=True)
+class _Answer:
+    """What has come of an answer, over all tries."""
+
+    data: bytearray
+    have: int = 0

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 
-from vllm_coserve.weights.codec import apply, bits_of
+from vllm_coserve.weights.codec import ALIGNMENT, apply, bits_of
 from vllm_coserve.weights.publisher import part_of
 from vllm_coserve.weights.sharding import whole
 from vllm_coserve.weights.store import CorruptError, Manifest, PieceEntry, RelayError, RelayStore, Release
@@ -126,10 +126,10 @@ def _read(store: RelayStore, release: Release, pieces: Sequence[PieceEntry]) -> 
 
 
 def _runs(pieces: Sequence[PieceEntry]) -> Iterator[tuple[int, PieceEntry]]:
-    """(number of its run, piece): a run is what lies in one bucket without gaps."""
+    """(number of its run, piece): a run is what lies in one bucket with nothing else between."""
     number, bucket, end = 0, "", 0
     for piece in pieces:
-        if (piece.bucket, piece.offset) != (bucket, end):
+        if piece.bucket != bucket or not 0 <= piece.offset - end < ALIGNMENT:
             number += 1
         bucket, end = piece.bucket, piece.offset + piece.nbytes
         yield number, piece

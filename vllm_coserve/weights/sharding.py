@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -162,6 +162,23 @@ def plan(
                 raise UnmappedError(f"{name}: nobody holds rows {top}-{bottom}, columns {left}-{right}")
             cells.append(Cell(region, holders[len(cells) % len(holders)], pullers))
     return cells
+
+
+def cut_for(model: ModelShape, tp: int) -> Callable[[str, tuple[int, ...]], list[Region]]:
+    """For a trainer that has whole tensors: cuts them along the borders of engines with so many workers.
+
+    One that nobody knows how to split stays whole.
+    """
+
+    def cut(name: str, shape: tuple[int, ...]) -> list[Region]:
+        everything = [whole(shape)]
+        try:
+            wanted = [engine_regions(model, name, shape, Rank(tp, i)) for i in range(tp)]
+        except UnmappedError:
+            return everything
+        return [cell.region for cell in plan(name, shape, [everything], wanted)]
+
+    return cut
 
 
 # ---- details

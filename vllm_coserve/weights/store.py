@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import msgspec
-from blake3 import blake3
 
 from vllm_coserve.weights.sharding import Region
+
+Buffer = bytes | bytearray | memoryview
 
 _RELEASE = re.compile(r"(\d{1,15})(?:-from-(\d{1,15}))?\Z", re.ASCII)
 
@@ -58,11 +60,10 @@ class PieceEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class BucketEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A run of bytes and its digest."""
+    """A run of bytes. What is in it has checksums of its own."""
 
     name: str
     nbytes: int
-    digest: str
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -78,8 +79,8 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class RelayStore(Protocol):
     """A place for releases that a trainer fills and engines read. All methods raise RelayError, and are bounded."""
 
-    def put_bucket(self, release: Release, name: str, data: bytes | memoryview) -> None:
-        """Put a bucket; again with the same content: nothing happens."""
+    def put_bucket(self, release: Release, name: str, parts: Sequence[Buffer]) -> None:
+        """Put a bucket, parts one after the other; again with the same content: nothing happens."""
         ...
 
     def put_manifest(self, release: Release, manifest: Manifest) -> None:
@@ -94,15 +95,10 @@ class RelayStore(Protocol):
         """That of a complete release."""
         ...
 
-    def get_range(self, release: Release, name: str, start: int, end: int) -> bytes:
+    def get_range(self, release: Release, name: str, start: int, end: int) -> Buffer:
         """Bytes [start, end) of a bucket."""
         ...
 
     def delete(self, release: Release) -> None:
         """Forget a release; an unknown one is no error."""
         ...
-
-
-def digest_of(data: bytes | memoryview) -> str:
-    """The digest of a bucket."""
-    return blake3(data).hexdigest()
