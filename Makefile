@@ -23,7 +23,7 @@ export PYTHONSAFEPATH := 1
 export VLLM_NO_USAGE_STATS := 1
 unexport PYTHONPATH PYTHONHOME
 
-.PHONY: help setup demo bench-core bench-coserve bench-driver bench-training bench-faults soak test promtool unit lint format lock clean distclean
+.PHONY: help setup demo bench-core bench-coserve bench-driver bench-training bench-weights bench-faults soak test promtool unit lint format lock clean distclean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -45,6 +45,9 @@ bench-driver: setup ## turns over dedicated and borrowed engines, the proxy's co
 
 bench-training: setup ## staleness 0, 1 and 3, GRPO and DAPO, on two engines (about 20 minutes; BENCH_ARGS=...)
 	$(BIN)/python -m tests.bench.training $(BENCH_ARGS)
+
+bench-weights: setup ## bytes and speed of weight updates, links of several rates (about 15 minutes; BENCH_ARGS=...)
+	$(BIN)/python -m tests.bench.weights $(BENCH_ARGS)
 
 bench-faults: setup ## kills and stops under load (about 25 minutes; TRACE=file.csv BENCH_ARGS=...)
 	$(BIN)/python -m tests.bench.faults $(if $(TRACE),--trace $(TRACE)) $(BENCH_ARGS)

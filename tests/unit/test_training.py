@@ -86,6 +86,8 @@ def test_losses_are_those_of_trl(loss_type, aggregate):
         current_gradient_accumulation_steps=1,
     )
     trainer.args.delta, trainer.model.training, trainer.accelerator.num_processes = None, False, 1
+    for name in ("gather", "gather_for_metrics", "reduce"):
+        getattr(trainer.accelerator, name).side_effect = lambda value, **options: value
     trainer._get_per_token_logps_and_entropies.return_value = (new, torch.zeros(5, 9), None)
     inputs = {
         "prompt_ids": torch.zeros(5, 1, dtype=torch.long),

@@ -26,6 +26,7 @@ _ENCODERS, _ENCODED_AHEAD, _SENT_AHEAD = 2, 4, 2
 
 _Work = tuple[PieceEntry, Callable[[], list[Buffer]]]  # a piece without its place, and what encodes it
 Cut = Callable[[str, tuple[int, ...]], Sequence[Region]]
+Encoder = Callable[[torch.Tensor | None, torch.Tensor], list[Buffer]]
 Parts = list[tuple[list[PieceEntry], list[BucketEntry]]]
 Gather = Callable[[tuple[list[PieceEntry], list[BucketEntry]]], "Parts | None"]
 
@@ -43,17 +44,19 @@ class Publisher:
         whole_every: int = 8,
         bucket_bytes: int = BUCKET_BYTES,
         cut: Cut = lambda name, shape: [whole(shape)],
+        encoder: Encoder = encode,
         rank: int = 0,
         gather: Gather = lambda part: [part],
     ) -> None:
         """Every `whole_every`-th version is put whole as well, for engines that have none or have missed some.
 
         Args:
+            encoder: makes a run's change, or a whole run where there is no old one; several threads use it.
             cut: the regions of a tensor that this publisher puts, by the tensor's name and shape.
             gather: gets a rank's part of a release once it is put; returns all ranks' parts on one rank, else None.
         """
         self._store, self._whole_every, self._bucket_bytes = store, whole_every, bucket_bytes
-        self._cut, self._rank, self._gather = cut, rank, gather
+        self._cut, self._encode, self._rank, self._gather = cut, encoder, rank, gather
         self._lineage = secrets.token_hex(8)
         self._tensors: dict[str, torch.Tensor] = {}  # as they were published last
         self._version: int | None = None  # None: nobody has what `_tensors` are
@@ -97,7 +100,7 @@ class Publisher:
     def _whole(self) -> Iterator[_Work]:
         for name, tensor in self._tensors.items():
             for entry in self._pieces(name, tensor):
-                yield entry, partial(_encode_whole, part_of(tensor, entry.region))
+                yield entry, partial(self._encode_whole, part_of(tensor, entry.region))
 
     def _changed(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[_Work]:
         missing = set(self._tensors)
@@ -108,7 +111,7 @@ class Publisher:
             missing.discard(name)
             now = tensor.detach().contiguous()
             for entry in self._pieces(name, old):
-                yield entry, partial(_advance, part_of(old, entry.region), part_of(now, entry.region))
+                yield entry, partial(self._advance, part_of(old, entry.region), part_of(now, entry.region))
         if missing:
             raise ValueError(f"{min(missing)} was among the tensors of the version before")
 
@@ -156,6 +159,14 @@ class Publisher:
             manifest = Manifest(str(release), self._lineage, all_pieces, tuple(b for _, part in gathered for b in part))
             self._store.put_manifest(release, manifest)
 
+    def _encode_whole(self, now: torch.Tensor) -> list[Buffer]:
+        return self._encode(None, bits_of(now.contiguous()))
+
+    def _advance(self, before: torch.Tensor, now: torch.Tensor) -> list[Buffer]:
+        encoded = self._encode(bits_of(before.contiguous()), bits_of(now.contiguous()))
+        before.copy_(now)
+        return encoded
+
     def _bucket(self, number: int) -> str:
         return f"{self._rank}-{number:05d}"
 
@@ -165,16 +176,6 @@ def part_of(tensor: torch.Tensor, region: Region) -> torch.Tensor:
     rows = tensor.shape[0] if tensor.dim() else 1
     columns = tensor.numel() // rows if rows else 0
     return tensor.reshape(rows, columns)[region.top : region.bottom, region.left : region.right]
-
-
-def _encode_whole(now: torch.Tensor) -> list[Buffer]:
-    return encode(None, bits_of(now.contiguous()))
-
-
-def _advance(before: torch.Tensor, now: torch.Tensor) -> list[Buffer]:
-    encoded = encode(bits_of(before.contiguous()), bits_of(now.contiguous()))
-    before.copy_(now)
-    return encoded
 
 
 def _ahead(pool: ThreadPoolExecutor, pieces: Iterator[_Work], count: int) -> Iterator[tuple[PieceEntry, list[Buffer]]]:
