@@ -43,20 +43,20 @@ def digest(bits: Tensor) -> int:
 
 @njit(nogil=True, cache=True)
 def _compact(old, new, old_words, new_words, positions, steps):
-    lanes = 8 // old.itemsize
-    count = 0
-    for word in range(old_words.size):
+    lanes = np.uint64(8 // old.itemsize)
+    one = np.uint64(1)  # unsigned: no check whether an index counts from the end
+    count = np.uint64(0)
+    for word in range(np.uint64(old_words.size)):
         if old_words[word] != new_words[word]:
-            for i in range(word * lanes, (word + 1) * lanes):
-                if old[i] != new[i]:
-                    positions[count] = i
-                    steps[count] = new[i] - old[i]
-                    count += 1
-    for i in range(old_words.size * lanes, old.size):
+            for i in range(word * lanes, (word + one) * lanes):  # without a branch, which could not be foreseen
+                positions[count] = i
+                steps[count] = new[i] - old[i]
+                count += np.uint64(old[i] != new[i])
+    for i in range(np.uint64(old_words.size) * lanes, np.uint64(old.size)):
         if old[i] != new[i]:
             positions[count] = i
             steps[count] = new[i] - old[i]
-            count += 1
+            count += one
     return count
 
 
@@ -69,10 +69,10 @@ def _scatter(bits, positions, steps):
 @njit(nogil=True, cache=True)
 def _digest(words, factors, of_blocks):
     total = np.uint64(0)
-    for block in range(-(-words.size // factors.size)):
-        first = block * factors.size
+    for block in range(of_blocks.size):
         part = np.uint64(0)
-        for i in range(min(factors.size, words.size - first)):
-            part += np.uint64(words[first + i]) * factors[i]
+        inside = words[block * factors.size : (block + 1) * factors.size]
+        for i in range(inside.size):  # over a slice from 0 on, which compilers turn into vector instructions
+            part += np.uint64(inside[i]) * factors[i]
         total += part * of_blocks[block]
     return total
