@@ -58,7 +58,7 @@ class Actors:
         text = config.model_dump_json()
         gpus = 1 if ray.cluster_resources().get("GPU") else 0
         groups = {_PUBLISHING: 1}  # a thread of its own
-        learner = ray.remote(LearnerRole).options(num_cpus=0, num_gpus=gpus, concurrency_groups=groups)
+        learner = ray.remote(num_cpus=0, num_gpus=gpus, concurrency_groups=groups)(LearnerRole)
         self._learner = learner.remote(text)
         role = ray.remote(EnvironmentRole).options(
             num_cpus=0, max_concurrency=config.sampling.concurrency, max_restarts=_RESTARTS

@@ -26,6 +26,7 @@ import zstandard
 from blake3 import blake3
 
 from vllm_coserve.kernels import compact, digest, scatter
+from vllm_coserve.weights import planes
 from vllm_coserve.weights.store import Buffer, CorruptError
 
 ALIGNMENT = 16  # of an encoded run in memory, so that its bits can be used where they are
@@ -73,15 +74,13 @@ def encode(
     else:
         kind = Kind.DENSE
     if kind is Kind.SPARSE:
-        gaps = _planes((np.diff(positions, prepend=np.int32(-1)) - 1).view(np.uint32))
-        gap_planes, streams = len(gaps), gaps + _planes(_zigzag(steps))
+        gaps = planes.of_positions(positions)
+        gap_planes, streams = len(gaps), gaps + planes.of_steps(steps)
     elif kind is Kind.MASK:
-        mask = np.zeros(size, np.bool_)
-        mask[positions] = True
-        streams = [np.packbits(mask), *_planes(_zigzag(steps))]
+        streams = [planes.to_mask(positions, size), *planes.of_steps(steps)]
     elif kind is Kind.DENSE:
         changed, bits = size, new.cpu().numpy()
-        streams = _planes(bits.view(f"u{width}"), width) if compress else [bits.view(np.uint8)]
+        streams = planes.of_bits(bits) if compress else [bits.view(np.uint8)]
     header = _HEADER.pack(_MAGIC, _FORMAT, kind, width, len(streams), gap_planes, size, changed, digest(new))
     payload = [part for stream in streams for part in _store(stream, compress)]
     return [header, _checksum(header, payload[:1] if _is_plain(kind, streams, payload) else payload), *payload]
@@ -93,14 +92,17 @@ def apply(bits: torch.Tensor, encoded: Buffer) -> int:
     Raises:
         CorruptError: `encoded` is damaged, of another run, or not a change of these bits; they are as they were.
     """
-    run = _parse(bits, memoryview(encoded))
-    if run.kind is Kind.DENSE:
-        new = run.dense(bits)
+    try:
+        run = _parse(bits, memoryview(encoded))
+        whole = run.kind is Kind.DENSE
+        new, positions, steps = (run.dense(bits), None, None) if whole else (None, *run.changes(bits))
+    except (ValueError, struct.error, zstandard.ZstdError) as exc:
+        raise CorruptError(f"an encoded run makes no sense: {exc}") from None
+    if new is not None:
         if digest(new) != run.digest:
             raise CorruptError("the bits of a whole run are not those that were published")
         bits.copy_(new)
         return run.digest
-    positions, steps = run.changes(bits)
     scatter(bits, positions, steps)
     if digest(bits) != run.digest:
         scatter(bits, positions, -steps)
@@ -120,31 +122,6 @@ def _choose(changed: int, size: int) -> Kind:
 
 
 # ---- streams
-
-
-def _zigzag(steps: np.ndarray) -> np.ndarray:
-    sign = 8 * steps.itemsize - 1
-    return ((steps << 1) ^ (steps >> sign)).view(f"u{steps.itemsize}")
-
-
-def _unzigzag(numbers: np.ndarray) -> np.ndarray:
-    signed = (numbers >> 1).view(f"i{numbers.itemsize}")
-    return signed ^ -(numbers & 1).view(f"i{numbers.itemsize}")
-
-
-def _planes(numbers: np.ndarray, count: int = 0) -> list[np.ndarray]:
-    """The lowest bytes of numbers: `count`, or as many as the greatest needs; little-endian."""
-    count = count or max(1, (int(numbers.max()).bit_length() + 7) // 8)
-    table = numbers.view(np.uint8).reshape(-1, numbers.itemsize)
-    return [np.ascontiguousarray(table[:, i]) for i in range(count)]
-
-
-def _join(planes: Sequence[np.ndarray], dtype: str) -> np.ndarray:
-    numbers = np.zeros(planes[0].size, dtype)
-    table = numbers.view(np.uint8).reshape(-1, numbers.itemsize)
-    for i, plane in enumerate(planes):
-        table[:, i] = plane
-    return numbers
 
 
 def _store(stream: np.ndarray, compress: bool) -> list[Buffer]:
@@ -187,10 +164,11 @@ class _Run:
 
     def dense(self, bits: torch.Tensor) -> torch.Tensor:
         width = bits.element_size()
-        whole = self.streams[0] if len(self.streams) == 1 else _join(self.streams, f"u{width}")
+        plain = len(self.streams) == 1
+        whole = self.streams[0].view(f"i{width}") if plain else planes.to_bits(self.streams, width)
         if whole.nbytes != bits.nbytes:
             raise CorruptError("the streams of an encoded run do not fit")
-        return _tensor(whole.view(f"i{width}"), bits)
+        return _tensor(whole, bits)
 
     def changes(self, bits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(positions, steps)"""
@@ -199,16 +177,14 @@ class _Run:
         if self.kind is Kind.SAME:
             positions = np.empty(0, np.int32)
         elif self.kind is Kind.MASK:
-            positions = np.flatnonzero(np.unpackbits(streams[0], count=size)).astype(np.int32)
+            positions = planes.from_mask(streams[0], self.changed)
             streams = streams[1:]
         else:
-            ends = np.cumsum(_join(streams[: self.gap_planes], "u4"), dtype=np.int64)
-            ends += np.arange(ends.size)
-            if ends.size and ends[-1] >= size:
+            positions, last = planes.to_positions(streams[: self.gap_planes])
+            if last >= size:
                 raise CorruptError("the gaps of an encoded run lead beyond its end")
-            positions = ends.astype(np.int32)
             streams = streams[self.gap_planes :]
-        steps = _unzigzag(_join(streams, f"u{width}")) if streams else np.empty(0, f"i{width}")
+        steps = planes.to_steps(streams, width)
         if not positions.size == steps.size == self.changed:
             raise CorruptError("the streams of an encoded run do not fit")
         return _tensor(positions, bits), _tensor(steps, bits)
