@@ -110,7 +110,18 @@ def markdown(result: dict[str, Any]) -> str:
                 f"{s['failed']} of {s['requests']}, {s['ttft_ms_p99']:.0f} / {s['tpot_ms_p99']:.1f}",
             ]
         )
-    return results.table(head, rows)
+    return results.table(head, rows) + "\n" + _curves(result["rows"])
+
+
+def _curves(rows: dict[str, Any]) -> str:
+    """Success, means of five steps."""
+    longest = max(len(r["success"]) for r in rows.values())
+    starts = range(0, longest, 5)
+    lines = []
+    for title, r in rows.items():
+        blocks = [r["success"][i : i + 5] for i in starts]
+        lines.append([title, *(f"{sum(b) / len(b):.2f}" if b else "–" for b in blocks)])
+    return results.table(["success in steps", *(f"{i + 1}-{i + 5}" for i in starts)], lines)
 
 
 def main() -> None:
