@@ -87,6 +87,7 @@ def measure(o: argparse.Namespace) -> dict[str, Any]:
             )
             result = asyncio.run(run)
             rows[title] = row_of(result.steps) | {"serving": serving_summary(result.served, math.nan, slo)}
+            rows[title]["serving"]["errors"] = [s.error for s in result.served if not s.ok]
             print(title, {k: v for k, v in rows[title].items() if not isinstance(v, list)}, flush=True)
     return {"slo": slo, "rows": rows}
 

@@ -44,6 +44,11 @@ def _prompt(rng: random.Random, tokens: int, vocab: int) -> list[int]:
     return [rng.randrange(3, vocab) for _ in range(tokens)]
 
 
+def _connector() -> aiohttp.TCPConnector:
+    """Idle connections are closed before vLLM closes them, after five seconds: a request must not meet that."""
+    return aiohttp.TCPConnector(limit=0, keepalive_timeout=2.0)
+
+
 async def stream_one(
     session: aiohttp.ClientSession, url: str, model: str, prompt: Sequence[int], output_tokens: int, served: Served
 ) -> None:
@@ -103,7 +108,7 @@ async def serve_schedule(
     rng = random.Random(seed)
     results: list[Served] = []
     timeout = aiohttp.ClientTimeout(total=_REQUEST_BOUND_S)
-    async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as session:
+    async with aiohttp.ClientSession(timeout=timeout, connector=_connector()) as session:
         start = time.perf_counter()
         tasks = []
         for arrival in arrivals:
@@ -153,7 +158,7 @@ async def roll_out(
         totals.samples.append((time.perf_counter() - start, totals.tokens))
 
     timeout = aiohttp.ClientTimeout(total=600)
-    async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as session:
+    async with aiohttp.ClientSession(timeout=timeout, connector=_connector()) as session:
         tasks = [asyncio.create_task(one(session)) for _ in range(concurrent)]
         sampler = asyncio.create_task(sample())
         await stop.wait()
