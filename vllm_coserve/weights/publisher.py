@@ -61,6 +61,7 @@ class Publisher:
         self._tensors: dict[str, torch.Tensor] = {}  # as they were published last
         self._version: int | None = None  # None: nobody has what `_tensors` are
         self._since_whole = 0
+        self._made: list[Release] = []  # that the relay has
 
     def publish(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> list[Release]:
         """Put tensors of any dtype; returns the releases that this makes. They are on the CPU.
@@ -84,16 +85,16 @@ class Publisher:
             self._put(made[-1], self._whole())
             self._since_whole = 0
         self._version = version
+        self._made += made
         return made
 
     def retire(self, keep: int) -> None:
         """Have the relay forget what nobody needs who wants one of the newest `keep` versions."""
-        releases = self._store.releases()
-        oldest = sorted({r.version for r in releases})[-keep:][:1]
-        start = max((r.version for r in releases if r.base is None and [r.version] <= oldest), default=0)
-        for release in releases:
-            if release.version < start:
-                self._store.delete(release)
+        oldest = sorted({r.version for r in self._made})[-keep:][:1]
+        start = max((r.version for r in self._made if r.base is None and [r.version] <= oldest), default=0)
+        for release in [r for r in self._made if r.version < start]:
+            self._store.delete(release)
+            self._made.remove(release)
 
     # ---- pieces
 
@@ -150,7 +151,8 @@ class Publisher:
                 entries.append(structs.replace(entry, **place))
                 bucket += parts
                 filled += gap + nbytes
-            send()
+            if filled:
+                send()
             for future in sent:
                 future.result()
         gathered = self._gather((entries, buckets))
@@ -168,7 +170,7 @@ class Publisher:
         return encoded
 
     def _bucket(self, number: int) -> str:
-        return f"{self._rank}-{number:05d}"
+        return f"{self._lineage}-{self._rank}-{number:05d}"  # no other publisher's, nor what is left of one that died
 
 
 def part_of(tensor: torch.Tensor, region: Region) -> torch.Tensor:

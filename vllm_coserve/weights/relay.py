@@ -108,7 +108,7 @@ class Relay:
     def releases(self) -> list[str]:
         """Complete ones."""
         with self._lock:
-            return [str(r) for r in sorted(self._manifests, key=Release.order)]
+            return [str(r) for r in self._manifests]
 
     def delete(self, release: Release) -> None:
         """Forget a release."""
@@ -240,8 +240,11 @@ class RelayClient:
         """See `RelayStore`."""
         self._call("PUT", f"/v1/releases/{release}/manifest", [msgspec.json.encode(manifest)])
 
-    def releases(self) -> list[Release]:
+    def releases(self, version: int) -> list[Release]:
         """See `RelayStore`."""
+        return sorted((r for r in self._all() if r.version == version), key=lambda r: r.base is not None)
+
+    def _all(self) -> list[Release]:
         try:
             return [Release.parse(r) for r in msgspec.json.decode(self._call("GET", "/v1/releases"), type=list[str])]
         except (msgspec.DecodeError, ValueError) as exc:

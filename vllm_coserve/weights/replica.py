@@ -56,19 +56,19 @@ class Replica:
         self.tensors, self.version = {}, None
 
     def _path(self, store: RelayStore, version: int, have: int | None) -> list[Release]:
-        releases = store.releases()
-        bases = {r.version: r.base for r in releases if r.base is not None}
-        whole = {r.version for r in releases if r.base is None}
+        """Changes from the version that is there, else a whole one and changes from that."""
         path: list[Release] = []
         at = version
-        while at != have:  # changes lead to older versions only
-            if at in whole and (have is None or at not in bases):
-                return [Release(at), *path]
-            base = bases.get(at)
-            if base is None or base >= at:
+        while at != have:
+            ways = [r for r in store.releases(at) if r.base is None or r.base < at]
+            if have is not None:
+                ways.reverse()  # changes before whole ones
+            if not ways:
                 break
-            path.insert(0, Release(at, base))
-            at = base
+            path.insert(0, ways[0])
+            if ways[0].base is None:
+                return path
+            at = ways[0].base
         else:
             return path
         if have is not None:

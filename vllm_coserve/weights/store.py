@@ -42,10 +42,6 @@ class Release:
             raise ValueError(f"{text!r} names no release")
         return cls(int(match[1]), None if match[2] is None else int(match[2]))
 
-    def order(self) -> tuple[int, int]:
-        """Sorts by version, whole ones first."""
-        return self.version, -1 if self.base is None else self.base
-
 
 class PieceEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A region of a tensor of the checkpoint, encoded (see `weights.codec`) in `nbytes` of a bucket."""
@@ -87,8 +83,8 @@ class RelayStore(Protocol):
         """Complete a release; its buckets must be there."""
         ...
 
-    def releases(self) -> list[Release]:
-        """Complete ones, ascending."""
+    def releases(self, version: int) -> list[Release]:
+        """Complete ones that make a version: the whole one first, then changes."""
         ...
 
     def manifest(self, release: Release) -> Manifest:
