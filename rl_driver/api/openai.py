@@ -81,7 +81,10 @@ class WorkerRequest(msgspec.Struct, forbid_unknown_fields=True):
 class Publication(msgspec.Struct, forbid_unknown_fields=True):
     """`POST /coserve/v1/weights`: all workers are to use version `version` of the relay at `url`, under a name."""
 
-    url: Annotated[str, Meta(max_length=300, pattern=r"^http://[A-Za-z0-9.:\[\]-]+$")]
+    url: Annotated[
+        str,
+        Meta(max_length=300, pattern=r"^(http://[A-Za-z0-9.:\[\]-]+|mooncake://[A-Za-z0-9.:-]+/[A-Za-z0-9._-]+)$"),
+    ]
     version: Annotated[int, Meta(ge=0, lt=10**15)]
     key: Annotated[str, Meta(max_length=200)] = ""
     prefix: Annotated[str, Meta(max_length=64, pattern=r"^[\x21-\x7e]*$")] = "step-"

@@ -166,6 +166,12 @@ class TrainConfig(_Section):
     workers: WorkersConfig
     sampling: SamplingConfig = SamplingConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    store: str | None = Field(
+        None,
+        max_length=200,
+        pattern=r"^mooncake://[A-Za-z0-9.:-]+:\d+$",
+        description="mooncake://MASTER:PORT: weights go through that store (default: a relay of the learner's own)",
+    )
     staleness: Annotated[int, Field(ge=0, le=1000)] = Field(
         1, description="steps that sampling may run ahead of learning: 0 on-policy, 1 one step off, more asynchronous"
     )

@@ -15,8 +15,9 @@ from rl_driver.training.learner import Learner, LearnerConfig
 from rl_driver.training.losses import Clip
 from rl_driver.training.samples import Sample
 from vllm_coserve.weights.publisher import Publisher
-from vllm_coserve.weights.relay import Relay, RelayClient
+from vllm_coserve.weights.relay import Relay
 from vllm_coserve.weights.sharding import ModelShape, cut_for
+from vllm_coserve.weights.stores import open_store
 
 _PROBED = 16  # samples of a step that are scored anew, to see how far sampler and learner are apart
 
@@ -31,10 +32,14 @@ class LearnerRole:
         model = AutoModelForCausalLM.from_pretrained(self._config.model)
         self._learner = Learner(model, learner_config(self._config))
         self._checkpoints = Checkpoints(Path(self._config.out) / "checkpoints", self._config.checkpoint.keep)
-        self._key = secrets.token_urlsafe(16)
-        self._relay = Relay(key=self._key)
+        if self._config.store:
+            self._url, self._key = f"{self._config.store}/coserve-{secrets.token_hex(8)}", ""
+        else:
+            self._key = secrets.token_urlsafe(16)
+            self._relay = Relay(key=self._key)
+            self._url = self._relay.url
         cut = cut_for(ModelShape.of(model.config.to_dict()), self._config.workers.tensor_parallel)
-        self._publisher = Publisher(RelayClient(self._relay.url, self._key), cut=cut)
+        self._publisher = Publisher(open_store(self._url, self._key), cut=cut)
         self._handed_over: tuple[int, list[tuple[str, Tensor]]] = 0, []
         self._probe_due, self._agreement = True, None
 
@@ -73,7 +78,7 @@ class LearnerRole:
         version, weights = self._handed_over
         self._publisher.publish(version, weights)
         self._publisher.retire(keep)
-        return {"url": self._relay.url, "version": version, "key": self._key}
+        return {"url": self._url, "version": version, "key": self._key}
 
     def checkpoint(self, step: int, extra: dict[str, Any]) -> str:
         """Write a checkpoint; returns "", or why that could not be done."""

@@ -119,7 +119,11 @@ class RelaySource(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    url: str = Field(max_length=300, pattern=r"^http://[A-Za-z0-9.:\[\]-]+$", description="address of the relay")
+    url: str = Field(
+        max_length=300,
+        pattern=r"^(http://[A-Za-z0-9.:\[\]-]+|mooncake://[A-Za-z0-9.:-]+/[A-Za-z0-9._-]+)$",
+        description="address of the relay, or mooncake://MASTER:PORT/JOB",
+    )
     version: int = Field(ge=0, lt=10**15, description="number of the version there")
     key: str = Field("", max_length=200, description="the relay's key, where it has one")
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from vllm_coserve.engine.checkpoint import other_model
-from vllm_coserve.weights.relay import RelayClient
 from vllm_coserve.weights.replica import Replica
+from vllm_coserve.weights.stores import open_store
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,8 @@ class RelayedWeights:
             if wrong := other_model(known, dict(shapes), f"version {self.version}"):
                 raise ValueError(wrong)
 
-        client = RelayClient(self.url, self.key)
+        store = open_store(self.url, self.key)
         try:
-            replica.advance(client, self.version, accept)
+            replica.advance(store, self.version, accept)
         finally:
-            client.close()
+            store.close()

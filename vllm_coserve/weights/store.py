@@ -75,6 +75,10 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class RelayStore(Protocol):
     """A place for releases that a trainer fills and engines read. All methods raise RelayError, and are bounded."""
 
+    def close(self) -> None:
+        """Leave it."""
+        ...
+
     def put_bucket(self, release: Release, name: str, parts: Sequence[Buffer]) -> None:
         """Put a bucket, parts one after the other; again with the same content: nothing happens."""
         ...
