@@ -1,9 +1,8 @@
 """Relay in a Mooncake Store: buckets lie in the memory of segment owners, wherever those are.
 
 Keys are immutable. A release's buckets go first, its manifest next, and last a note that names it among those that make
-its version. A publisher's buckets have names of its own, so that what a killed one left in the middle of a put, which
-takes no other value any more, is never met. Readers trust what they read as little as that of any relay: each run has its
-checksum.
+its version. A publisher's buckets have names of its own: what a killed one left in the middle of a put, which takes no
+other value any more, is never met. Readers trust what they read as little as that of any relay: runs have checksums.
 
 Tested with mooncake-transfer-engine-non-cuda 0.3.13.post1 over TCP.
 """
