@@ -227,7 +227,7 @@ def test_a_publisher_goes_on_whole_after_a_failure(client: RelayClient) -> None:
         def __getattr__(self, name: str):
             return getattr(client, name)
 
-        def put_bucket(self, *args: object) -> None:
+        def put_manifest(self, *args: object) -> None:
             raise RelayError("full")
 
     publisher, weights, replica = Publisher(client), _weights(), Replica()
@@ -237,6 +237,7 @@ def test_a_publisher_goes_on_whole_after_a_failure(client: RelayClient) -> None:
     with pytest.raises(RelayError, match="full"):
         publisher.publish(2, _trained(weights, 1).items())
     publisher._store = client
+    assert client.releases(2) == []
     weights = _trained(weights, 2)
     assert publisher.publish(3, weights.items()) == [Release(3)]
     assert replica.advance(client, 3, _any) == [Release(3)] and _same(replica, weights)

@@ -5,6 +5,7 @@ Encoding, sending and the making of the tensors overlap.
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -17,7 +18,7 @@ from msgspec import structs
 
 from vllm_coserve.weights.codec import ALIGNMENT, bits_of, encode
 from vllm_coserve.weights.sharding import Region, whole
-from vllm_coserve.weights.store import BucketEntry, Buffer, Manifest, PieceEntry, RelayStore, Release
+from vllm_coserve.weights.store import BucketEntry, Buffer, Manifest, PieceEntry, RelayError, RelayStore, Release
 
 BUCKET_BYTES = 64 << 20
 _PIECE_BYTES = 32 << 20  # of bits: what is encoded at once
@@ -70,20 +71,26 @@ class Publisher:
             RelayError: the relay did not take it: that is no version then, and the next one will be put whole.
             ValueError: they are not those of the version before, or not newer.
         """
-        base = self._version
+        base, made = self._version, []
         if base is not None and version <= base:
             raise ValueError(f"version {version} after {base}")
-        self._version, made = None, []
-        if base is None:
-            self._tensors = {name: t.detach().clone(memory_format=torch.contiguous_format) for name, t in tensors}
-        else:
-            made.append(Release(version, base))
-            self._put(made[0], self._changed(tensors))
-        self._since_whole += 1
-        if base is None or self._since_whole >= self._whole_every:
-            made.append(Release(version))
-            self._put(made[-1], self._whole())
-            self._since_whole = 0
+        self._version = None
+        try:
+            if base is None:
+                self._tensors = {n: t.detach().clone(memory_format=torch.contiguous_format) for n, t in tensors}
+            else:
+                made.append(Release(version, base))
+                self._put(made[0], self._changed(tensors))
+            self._since_whole += 1
+            if base is None or self._since_whole >= self._whole_every:
+                made.append(Release(version))
+                self._put(made[-1], self._whole())
+                self._since_whole = 0
+        except BaseException:
+            for release in made:  # nobody is told of it
+                with contextlib.suppress(RelayError):
+                    self._store.delete(release)
+            raise
         self._version = version
         self._made += made
         return made
