@@ -121,6 +121,17 @@ def test_changes_of_another_run_are_not_mixed_in(client: RelayClient) -> None:
         other.close()
 
 
+def test_the_same_number_of_another_run_is_another_version(client: RelayClient) -> None:
+    replica = Replica()
+    Publisher(client).publish(1, _weights().items())
+    replica.advance(client, 1, _any)
+    with Relay() as relay:
+        other = RelayClient(relay.url)
+        Publisher(other).publish(1, _weights(1).items())
+        assert replica.advance(other, 1, _any) == [Release(1)] and _same(replica, _weights(1))
+        other.close()
+
+
 def test_a_copy_that_is_damaged_is_made_anew(client: RelayClient) -> None:
     publisher, replica, weights = Publisher(client, 2), Replica(), _weights()
     publisher.publish(1, weights.items())

@@ -73,6 +73,8 @@ def begin_pull(worker: Any, number: int, url: str, key: str, version: int) -> No
         source, wrong = RelayedWeights(url, key, version), ""
         try:
             with _REPLICA_LOCK:
+                if number != _LATEST_PULL[0]:  # given up for a newer one, whose copy this must not touch
+                    return
                 source.bring(_REPLICA, known_shapes(model))
         except Exception as exc:  # recovery: whatever it is, the old weights stay in use and the caller is told
             wrong = f"version {version} of {url} could not be read: {exc}"
@@ -178,14 +180,12 @@ def _apply(worker: Any, number: int) -> str:
     source, wrong = _PULLED.pop(number, (None, "another update came in between"))
     if wrong or source is None:
         return wrong
-    if not _REPLICA_LOCK.acquire(blocking=False):
+    if number != _LATEST_PULL[0]:
         return "another update came in between"
-    try:
+    with _REPLICA_LOCK:  # nobody has it for long: the latest pull has ended, and older ones give up
         if _REPLICA.version != source.version:
             return "another update came in between"
         _reload(worker, weights_iterator=_REPLICA.tensors.items())
-    finally:
-        _REPLICA_LOCK.release()
     _RELAYED[:] = [source]
     return ""
 

@@ -39,15 +39,16 @@ class Replica:
             CorruptError: what the relay has is not what was published.
             RelayError: it has no such version, or cannot be reached.
         """
-        path = self._path(store, version, self.version)
-        if self.version is not None and path and path[0].base is None:
-            self.version = None
+        # Versions of another publisher are other weights, whatever their numbers.
+        ways = store.releases(version)
+        ours = bool(ways) and store.manifest(ways[-1]).lineage == self._lineage
+        path = self._path(store, version, self.version if ours else None)
         try:
             return [self._take(store, release, accept) for release in path]
         except CorruptError:
             if path[0].base is None:
                 raise
-        # Changes of other weights than these, such as those of another run: start from whole ones.
+        # The copy is damaged, or what leads to the version: start from a whole one.
         self.version = None
         return [self._take(store, release, accept) for release in self._path(store, version, None)]
 
