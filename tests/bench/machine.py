@@ -17,9 +17,9 @@ from vllm_coserve.demo.servers import (
     Pair,
     cmdline,
     descendants,
+    each_thread,
     free_port,
     running_pair,
-    threads_of,
 )
 
 OUT = Path("out") / "bench"
@@ -101,9 +101,7 @@ def place(root_pid: int, worker_core: int) -> None:
     """An engine's worker on its core; the other processes where there is room, for both cores stand for devices."""
     for pid in [root_pid, *descendants(root_pid)]:
         cores = {worker_core} if "Worker" in cmdline(pid) else {DEVICE_CORE, HOST_CORE}
-        with contextlib.suppress(OSError):
-            for thread in threads_of(pid):
-                os.sched_setaffinity(thread, cores)
+        each_thread(pid, lambda thread, cores=cores: os.sched_setaffinity(thread, cores))
 
 
 def leftovers() -> set[str]:

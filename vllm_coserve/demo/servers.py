@@ -150,9 +150,7 @@ def pin(root_pid: int) -> None:
     """Workers to the device core, everything else of the pair to the host core, thread by thread."""
     for pid in [root_pid, *descendants(root_pid)]:
         core = DEVICE_CORE if "Worker" in cmdline(pid) else HOST_CORE
-        with contextlib.suppress(OSError):
-            for thread in threads_of(pid):
-                os.sched_setaffinity(thread, {core})
+        each_thread(pid, lambda thread, core=core: os.sched_setaffinity(thread, {core}))
 
 
 def make_guest(root_pid: int) -> None:
@@ -161,16 +159,17 @@ def make_guest(root_pid: int) -> None:
     `root_pid` leads a session: where sessions share the cores (autogroups), the session's niceness is what counts.
     """
     for pid in [root_pid, *descendants(root_pid)]:
-        with contextlib.suppress(OSError):
-            for thread in threads_of(pid):
-                os.setpriority(os.PRIO_PROCESS, thread, _GUEST_NICENESS)
+        each_thread(pid, lambda thread: os.setpriority(os.PRIO_PROCESS, thread, _GUEST_NICENESS))
     with contextlib.suppress(OSError):
         Path(f"/proc/{root_pid}/autogroup").write_text(str(_GUEST_NICENESS))
 
 
-def threads_of(pid: int) -> list[int]:
-    """The threads of a process. Raises OSError where it is gone."""
-    return [int(name) for name in os.listdir(f"/proc/{pid}/task")]
+def each_thread(pid: int, change: Callable[[int], None]) -> None:
+    """Change each thread of a process; those that end meanwhile are left out."""
+    with contextlib.suppress(OSError):
+        for name in os.listdir(f"/proc/{pid}/task"):
+            with contextlib.suppress(OSError):
+                change(int(name))
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:

@@ -80,6 +80,8 @@ class MooncakeStore:
             if size != bucket.nbytes:
                 raise RelayError(f"bucket {bucket.name} of release {release} is not there, or is another one")
         self._put(self._key(release, "manifest"), [msgspec.json.encode(manifest)])
+        if self.manifest(release) != manifest:  # a put on a key that exists does nothing, and says that all is well
+            raise RelayError(f"release {release} is there with another manifest")
         self._put(self._note(release), [str(release).encode()])
 
     def releases(self, version: int) -> list[Release]:
@@ -111,7 +113,7 @@ class MooncakeStore:
             while isinstance(got, list | tuple):
                 (got,) = got
             if got != count:
-                self._check(min(got, -704) if got >= 0 else got, f"reading {key}")
+                self._check(got if got < 0 else -704, f"reading {key}")
             out[at - start : at - start + count] = memoryview(self._staging)[:count]
         return out
 
