@@ -19,12 +19,14 @@ from vllm_coserve.control.block import ControlBlock
 _SLEEP_S = 0.2  # bound of one sleep: how late a shutdown is seen at worst
 _PR_SET_TIMERSLACK = 29
 _SAME_WAIT_S = 200e-6  # who comes back later than that has found something, and waits for the next thing
-_NAP_SHARE, _NAP_MAX_S = 1 / 8, 50e-6  # of the time waited so far
+_NAP_SHARE = 1 / 8  # of the time waited so far
+_NAP_MAX_S = 17e-6  # in a wait as long as a step, whose end somebody counts on
+_LONG_WAIT_S, _LONG_NAP_MAX_S = 20e-3, 50e-6
 _thread = threading.local()
 
 
 def nap() -> None:
-    """Leave the core to others for some 20 us, or 70 in a longer wait; stands in for vLLM's sched_yield().
+    """Leave the core to others for some 20 to 35 us, or 70 in a longer wait; stands in for vLLM's sched_yield().
 
     A loop of sched_yield() has been seen to keep other processes of the same core from running for up to ten seconds:
     since Linux 6.18 each call gives up a whole time slice of virtual time, without bound in a group of tasks (cgroup,
@@ -36,7 +38,8 @@ def nap() -> None:
         _thread.woke_s = -1.0
     if now_s - _thread.woke_s > _SAME_WAIT_S:
         _thread.since_s = now_s
-    time.sleep(min((now_s - _thread.since_s) * _NAP_SHARE, _NAP_MAX_S))
+    waited_s = now_s - _thread.since_s
+    time.sleep(min(waited_s * _NAP_SHARE, _NAP_MAX_S if waited_s < _LONG_WAIT_S else _LONG_NAP_MAX_S))
     _thread.woke_s = time.monotonic()
 
 
