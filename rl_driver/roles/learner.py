@@ -65,20 +65,20 @@ class LearnerRole:
         self._probe_due = True
         return self._learner.end_step()
 
-    def hand_over(self, keep: int) -> None:
-        """Take a copy of the weights for `put`; `keep`: versions that samplers may have."""
+    def hand_over(self, keep: int) -> dict[str, Any]:
+        """Take a copy of the weights for `put`, and say where they will be; `keep`: versions that samplers may have."""
         self._learner.remember(keep)
         self._handed_over = self._learner.version, list(self._learner.weights())
+        return {"url": self._url, "version": self._learner.version, "key": self._key}
 
-    def put(self, keep: int) -> dict[str, Any]:
+    def put(self, keep: int) -> None:
         """Put the copy into the relay, and forget what nobody needs who has one of the newest `keep` versions.
 
-        Runs beside the other methods; returns where the weights are.
+        Runs beside the other methods. Raises RelayError; the next call puts the copy whole then.
         """
         version, weights = self._handed_over
         self._publisher.publish(version, weights)
         self._publisher.retire(keep)
-        return {"url": self._url, "version": version, "key": self._key}
 
     def checkpoint(self, step: int, extra: dict[str, Any]) -> str:
         """Write a checkpoint; returns "", or why that could not be done."""
