@@ -70,7 +70,7 @@ class RelayTransferEngine(WeightTransferEngine[RelayInitInfo, RelayUpdateInfo]):
             _REPLICAS.append(Replica(_needed(self.vllm_config)))
         replica, wrong = _REPLICAS[0], None
         try:
-            source.bring(replica, known_shapes(self.model_config.model))
+            source.bring(replica, known_shapes(self.model_config.model), _shard(self.vllm_config))
         except Exception as exc:  # recovery: raised when all workers know
             wrong = exc
         if not _all_workers(wrong is None):
@@ -91,11 +91,9 @@ class RelayTransferEngine(WeightTransferEngine[RelayInitInfo, RelayUpdateInfo]):
 
 def _needed(vllm_config: Any) -> Callable[[PieceEntry], bool]:
     """Whether this worker needs some of a piece; all of what nobody knows how to split."""
-    parallel = vllm_config.parallel_config
-    rank = Rank(parallel.tensor_parallel_size, 0, parallel.pipeline_parallel_size, 0)
+    rank = _rank(vllm_config)
     if rank == Rank():
         return lambda piece: True
-    rank = replace(rank, tp_rank=get_tensor_model_parallel_rank(), pp_rank=get_pp_group().rank_in_group)
     model = ModelShape.of(vllm_config.model_config.hf_text_config.to_dict())
 
     @functools.cache
@@ -107,6 +105,20 @@ def _needed(vllm_config: Any) -> Callable[[PieceEntry], bool]:
             return [whole(shape)]
 
     return lambda piece: any(r.overlaps(piece.region) for r in regions(piece.name, piece.shape))
+
+
+def _rank(vllm_config: Any) -> Rank:
+    parallel = vllm_config.parallel_config
+    rank = Rank(parallel.tensor_parallel_size, 0, parallel.pipeline_parallel_size, 0)
+    if rank == Rank():
+        return rank
+    return replace(rank, tp_rank=get_tensor_model_parallel_rank(), pp_rank=get_pp_group().rank_in_group)
+
+
+def _shard(vllm_config: Any) -> str:
+    """The same for workers that need the same parts."""
+    rank = _rank(vllm_config)
+    return "" if rank == Rank() else f"tp{rank.tp_rank}of{rank.tp}-pp{rank.pp_rank}of{rank.pp}"
 
 
 def _all_workers(well: bool) -> bool:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import http.client
 import http.server
 import re
-import secrets
 import threading
 import time
 from collections.abc import Sequence
@@ -17,7 +15,10 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from vllm_coserve.weights.bearer import Bearer
+from vllm_coserve.weights.peer_messages import Broadcast
 from vllm_coserve.weights.store import Buffer, Manifest, RelayError, Release
+from vllm_coserve.weights.tracker import Tracker
 
 _PATH = re.compile(r"/v1/releases/([a-z0-9-]{1,40})(?:/(manifest|buckets/([A-Za-z0-9._-]{1,64})))?\Z", re.ASCII)
 _RANGE = re.compile(r"bytes=(\d{1,15})-(\d{1,15})\Z", re.ASCII)
@@ -25,17 +26,31 @@ _SOCKET_BOUND_S = 30.0
 _TRIES, _RETRY_S = 4, 0.2
 _CHUNK_BYTES = 1 << 20
 _END_POLL_S = 0.05
+_POST_MAX_BYTES = 8 << 20
 
 
 class Relay:
     """Serves versions until `close`. Use as a context manager."""
 
-    def __init__(self, host: str = "127.0.0.1", port: int = 0, key: str = "", memory_bytes: int = 64 << 30) -> None:
-        """`key`: what clients must show, if not empty. Raises OSError where the port is taken."""
+    def __init__(
+        self,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        key: str = "",
+        memory_bytes: int = 64 << 30,
+        broadcast: Broadcast | None = None,
+    ) -> None:
+        """Raises OSError where the port is taken.
+
+        Args:
+            key: what clients must show, if not empty.
+            broadcast: workers forward what they read, as this says; None: all read from here.
+        """
+        self.tracker = Tracker(broadcast, self.bucket) if broadcast else None
         self._buckets: dict[Release, dict[str, bytes]] = {}
         self._manifests: dict[Release, bytes] = {}
         self._lock = threading.Lock()
-        self._digest = hashlib.sha256(key.encode()).digest() if key else b""
+        self._bearer = Bearer(key)
         self._memory_bytes = memory_bytes
         handler = type("Handler", (_Handler,), {"relay": self})
         self._server = http.server.ThreadingHTTPServer((host, port), handler)
@@ -64,9 +79,7 @@ class Relay:
 
     def allows(self, authorization: str) -> bool:
         """Whether a client shows the key."""
-        scheme, _, token = authorization.partition(" ")
-        shown = hashlib.sha256(token.strip().encode("utf-8", "surrogateescape")).digest()
-        return not self._digest or (secrets.compare_digest(shown, self._digest) and scheme.lower() == "bearer")
+        return self._bearer.allows(authorization)
 
     def room_for(self, nbytes: int) -> bool:
         """Whether so much more may be held."""
@@ -78,6 +91,8 @@ class Relay:
         """Buckets are immutable."""
         with self._lock:
             old = self._buckets.setdefault(release, {}).setdefault(name, data)
+        if self.tracker is not None:
+            self.tracker.prepare(release, name)
         return (201, b"") if old is data or old == data else (409, b"the bucket is there with other content")
 
     def put_manifest(self, release: Release, data: bytes) -> tuple[int, bytes]:
@@ -105,6 +120,11 @@ class Relay:
                 return None
             return self._manifests[release] if what == "manifest" else self._buckets[release].get(name)
 
+    def bucket(self, release: Release, name: str) -> bytes | None:
+        """A bucket, also of a release that is not complete yet."""
+        with self._lock:
+            return self._buckets.get(release, {}).get(name)
+
     def releases(self) -> list[str]:
         """Complete ones."""
         with self._lock:
@@ -115,6 +135,8 @@ class Relay:
         with self._lock:
             self._manifests.pop(release, None)
             self._buckets.pop(release, None)
+        if self.tracker is not None:
+            self.tracker.forget(release)
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):
@@ -176,6 +198,17 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         )
         self._answer(*put)
 
+    def do_POST(self) -> None:
+        """What workers that forward to each other tell and ask."""
+        if not self._is_allowed():
+            return
+        tracker, length = self.relay.tracker, self.headers.get("Content-Length", "")
+        if tracker is None or not length.isdigit() or int(length) > _POST_MAX_BYTES:
+            self.close_connection = True
+            self._answer(404, b"this relay has nobody forward")
+            return
+        self._answer(*tracker.answer(self.path, self.rfile.read(int(length)), self.client_address[0]))
+
     def do_DELETE(self) -> None:
         found = self._find()
         if found is None:
@@ -188,9 +221,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
     def _find(self) -> tuple[Release, str, str] | str | None:
         """(release, "manifest" or "bucket" or "", bucket); None: the answer has been given."""
-        if not self.relay.allows(self.headers.get("Authorization", "")):
-            self.close_connection = True
-            self._answer(401, b"give the relay's key as `Authorization: Bearer KEY`")
+        if not self._is_allowed():
             return None
         if self.path == "/v1/releases":
             return "releases"
@@ -206,6 +237,14 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self._answer(404, str(exc).encode())
             return None
         return release, (match[2] or "").partition("/")[0].removesuffix("s"), match[3] or ""
+
+    def _is_allowed(self) -> bool:
+        """False: the answer has been given."""
+        if self.relay.allows(self.headers.get("Authorization", "")):
+            return True
+        self.close_connection = True
+        self._answer(401, b"give the relay's key as `Authorization: Bearer KEY`")
+        return False
 
     def _answer(self, status: int, body: bytes | memoryview) -> None:
         self.send_response(status)
