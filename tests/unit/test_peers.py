@@ -204,7 +204,7 @@ def test_a_peer_that_lacks_a_part_says_so_at_once(make) -> None:
 
 
 def test_successors_of_one_that_dies_in_the_middle_go_on_by_themselves(make) -> None:
-    world = make(Bucket(3e6))
+    world = make(Bucket(3e6), Broadcast(3e6, _CHUNK, 1 << 24))
     clients = [world.worker(name) for name in "abcd"]
     dying = _through(clients[1]._peer)
     readings = [Reading(world, client) for client in clients]
@@ -460,6 +460,7 @@ def test_a_slow_forwarder_goes_to_the_end_and_later_stands_there_from_the_start(
     tracker, _ = _tracker(100e6)
     for worker in "abcd":
         tracker.report(_report(worker), "127.0.0.1")
+    tracker.report(_report("b", heard=(Heard(_url("a"), "ok", 40 << 20, 1.0),)), "127.0.0.1")
     for have in (1, 2):
         slow = (Heard(_url("b"), "ok", 4 << 20, 4.0),)
         tracker.report(_report("c", have_bytes=have, heard=slow), "127.0.0.1")

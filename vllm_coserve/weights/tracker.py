@@ -58,7 +58,8 @@ class _Member:
     seen_s: float
     have_bytes: int = 0
     done: bool = False
-    late: int = 0  # reports in a row by which it, or its link from the relay, was slower than expected
+    relay_bytes_per_s: float = 0.0
+    late: int = 0  # reports in a row by which it, or its link from the relay, was slower than others
     accused: set[tuple[str, str]] = field(default_factory=set)
 
 
@@ -220,8 +221,9 @@ class Tracker:
         rate = heard.nbytes / heard.busy_s if heard.busy_s > 0 else 0.0
         judged = heard.nbytes >= _JUDGED_CHUNKS * self._broadcast.chunk_bytes and rate > 0
         if heard.source == RELAY:
-            if judged:
-                self._judge(cast, by, by, rate)
+            if judged and by in cast.members:
+                cast.members[by].relay_bytes_per_s = rate
+                self._judge(cast, by, rate, self._others_from_relay(cast, by))
             return
         source = next((w for w, worker in self._workers.items() if worker.address == heard.source), None)
         if source is None or source == by or not self._believed(cast, by, source, heard.outcome):
@@ -231,7 +233,9 @@ class Tracker:
             if judged:
                 worker.record = observed(worker.record, True, rate, now_s)
                 me.down_bytes_per_s = rate if math.isinf(me.down_bytes_per_s) else max(rate, me.down_bytes_per_s)
-                self._judge(cast, by, source, rate)
+                arrival = cast.expected.get(by)
+                others = self._others_forward(cast, source)
+                self._judge(cast, source, rate, min(others, arrival.bytes_per_s) if arrival else 0.0)
             return
         if heard.outcome != "lacks":
             worker.record = observed(worker.record, False, 0.0, now_s)
@@ -248,12 +252,23 @@ class Tracker:
         member.accused.add((outcome, source))
         return sum(what == outcome for what, _ in member.accused) <= _ACCUSED_MAX[outcome]
 
-    def _judge(self, cast: _Cast, by: str, whom: str, rate: float) -> None:
-        """Who is far slower than expected goes to its chain's end; where most are, the expectation is wrong."""
-        member, arrival = cast.members.get(whom), cast.expected.get(by)
-        if member is None or arrival is None:
+    def _others_from_relay(self, cast: _Cast, by: str) -> float:
+        """The best rate of others that read from the relay: all are slow where the uplink is not what it should be."""
+        heads = {chain[0] for chain in cast.chains} - {by}
+        return max((cast.members[w].relay_bytes_per_s for w in heads), default=0.0)
+
+    def _others_forward(self, cast: _Cast, source: str) -> float:
+        """The usual rate of other workers as sources; 0: not known."""
+        rates = [self._workers[w].record.bytes_per_s for w in cast.members if w != source]
+        known = sorted(filter(math.isfinite, rates))
+        return known[len(known) // 2] if known else 0.0
+
+    def _judge(self, cast: _Cast, whom: str, rate: float, expected: float) -> None:
+        """Who is far slower than others goes to its chain's end, but never most of them."""
+        member = cast.members.get(whom)
+        if member is None:
             return
-        member.late = member.late + 1 if rate < _SLOW_SHARE * arrival.bytes_per_s else 0
+        member.late = member.late + 1 if rate < _SLOW_SHARE * expected else 0
         if member.late >= _LATE_MAX and 2 * len(cast.slow) < len(cast.members):
             self._put_last(cast, whom)
 
