@@ -14,6 +14,7 @@ from rl_driver.training.checkpoints import Checkpoints
 from rl_driver.training.learner import Learner, LearnerConfig
 from rl_driver.training.losses import Clip
 from rl_driver.training.samples import Sample
+from vllm_coserve.weights.peer_messages import Broadcast
 from vllm_coserve.weights.publisher import Publisher
 from vllm_coserve.weights.relay import Relay
 from vllm_coserve.weights.sharding import ModelShape, cut_for
@@ -36,7 +37,7 @@ class LearnerRole:
             self._url, self._key = f"{self._config.store}/coserve-{secrets.token_hex(8)}", ""
         else:
             self._key = secrets.token_urlsafe(16)
-            self._relay = Relay(key=self._key)
+            self._relay = _relay(self._config, self._key)
             self._url = self._relay.url
         cut = cut_for(ModelShape.of(model.config.to_dict()), self._config.workers.tensor_parallel)
         self._publisher = Publisher(open_store(self._url, self._key), cut=cut)
@@ -83,6 +84,15 @@ class LearnerRole:
     def checkpoint(self, step: int, extra: dict[str, Any]) -> str:
         """Write a checkpoint; returns "", or why that could not be done."""
         return self._checkpoints.write(self._learner, step, extra)
+
+
+def _relay(config: TrainConfig, key: str) -> Relay:
+    """Where the weights are for the engines to read, and from each other where the job says so."""
+    how = config.broadcast
+    if how is None:
+        return Relay(key=key)
+    broadcast = Broadcast(how.uplink_mbytes_per_s * 1e6, memory_bytes=int(how.worker_memory_gib * (1 << 30)))
+    return Relay(how.host, key=key, broadcast=broadcast)
 
 
 def learner_config(config: TrainConfig) -> LearnerConfig:

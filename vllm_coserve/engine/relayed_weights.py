@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from vllm_coserve.engine.checkpoint import other_model
+from vllm_coserve.weights.peers import open_reader
 from vllm_coserve.weights.replica import Replica
-from vllm_coserve.weights.stores import open_store
+
+# Dedicated engines have no configuration of this project's own. Only used where a job has engines forward weights.
+_PEER_HOST_ENV = "VLLM_COSERVE_PEER_HOST"
 
 NEWER = "another update came in between"
 
@@ -22,8 +26,15 @@ class RelayedWeights:
     version: int
     wait_s: float = 0.0  # for a version that is on its way to the relay
 
-    def bring(self, replica: Replica, known: dict[str, list[int]]) -> None:
-        """Bring a copy to this version. `known`: names and shapes of the model's checkpoint.
+    def bring(self, replica: Replica, known: dict[str, list[int]], shard: str = "") -> None:
+        """Bring a copy to this version.
+
+        Where the relay offers it, it is read from workers that have it, and handed on to others afterwards: by threads
+        with the scheduling of the one that calls this first, on 127.0.0.1 or the address in $VLLM_COSERVE_PEER_HOST.
+
+        Args:
+            known: names and shapes of the model's checkpoint.
+            shard: the same for all workers that read the same parts of it.
 
         Raises:
             RelayError: it is not there, or damaged.
@@ -35,7 +46,7 @@ class RelayedWeights:
             if wrong := other_model(known, dict(shapes), f"version {self.version}"):
                 raise ValueError(wrong)
 
-        store = open_store(self.url, self.key)
+        store = open_reader(self.url, self.key, shard, os.environ.get(_PEER_HOST_ENV, "127.0.0.1"))
         try:
             replica.advance(store, self.version, accept, self.wait_s)
         finally:
@@ -45,9 +56,9 @@ class RelayedWeights:
 class Puller:
     """Brings a worker's copy to the version that was asked for last, on a thread of its own. Any thread may use it."""
 
-    def __init__(self, replica: Replica, prepare: Callable[[], None] = lambda: None) -> None:
-        """`prepare` is called on each of its threads, first."""
-        self.replica = replica
+    def __init__(self, replica: Replica, prepare: Callable[[], None] = lambda: None, shard: str = "") -> None:
+        """`prepare` is called on each of its threads, first; `shard`: see `RelayedWeights.bring`."""
+        self.replica, self.shard = replica, shard
         self.lock = threading.Lock()  # hold it to use the copy
         self._prepare = prepare
         self._latest = 0  # pulls are numbered
@@ -76,7 +87,7 @@ class Puller:
             with self.lock:
                 if number != self._latest:  # given up, and the copy may be another's
                     return
-                source.bring(self.replica, known)
+                source.bring(self.replica, known, self.shard)
         except Exception as exc:  # recovery: whatever it is, the old weights stay in use and the caller is told
             wrong = f"version {source.version} of {source.url} could not be read: {exc}"
         if number == self._latest:

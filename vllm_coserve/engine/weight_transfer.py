@@ -121,7 +121,7 @@ def coserve_pulled(worker: Any, source: str) -> str:
 
 def _puller(vllm_config: Any) -> Puller:
     if not _PULLERS:
-        _PULLERS.append(Puller(Replica(_needed(vllm_config))))
+        _PULLERS.append(Puller(Replica(_needed(vllm_config)), shard=_shard(vllm_config)))
     return _PULLERS[0]
 
 
@@ -132,18 +132,16 @@ def _bring(puller: Puller, source: RelayedWeights, known: dict[str, list[int]]) 
     try:
         found = puller.result(_PULLS.get(source, 0))
         if found is None or found[1] or puller.replica.version != source.version:
-            source.bring(puller.replica, known)
+            source.bring(puller.replica, known, puller.shard)
     finally:
         puller.lock.release()
 
 
 def _needed(vllm_config: Any) -> Callable[[PieceEntry], bool]:
     """Whether this worker needs some of a piece; all of what nobody knows how to split."""
-    parallel = vllm_config.parallel_config
-    rank = Rank(parallel.tensor_parallel_size, 0, parallel.pipeline_parallel_size, 0)
+    rank = _rank(vllm_config)
     if rank == Rank():
         return lambda piece: True
-    rank = replace(rank, tp_rank=get_tensor_model_parallel_rank(), pp_rank=get_pp_group().rank_in_group)
     model = ModelShape.of(vllm_config.model_config.hf_text_config.to_dict())
 
     @functools.cache
@@ -155,6 +153,20 @@ def _needed(vllm_config: Any) -> Callable[[PieceEntry], bool]:
             return [whole(shape)]
 
     return lambda piece: any(r.overlaps(piece.region) for r in regions(piece.name, piece.shape))
+
+
+def _rank(vllm_config: Any) -> Rank:
+    parallel = vllm_config.parallel_config
+    rank = Rank(parallel.tensor_parallel_size, 0, parallel.pipeline_parallel_size, 0)
+    if rank == Rank():
+        return rank
+    return replace(rank, tp_rank=get_tensor_model_parallel_rank(), pp_rank=get_pp_group().rank_in_group)
+
+
+def _shard(vllm_config: Any) -> str:
+    """The same for workers that need the same parts."""
+    rank = _rank(vllm_config)
+    return "" if rank == Rank() else f"tp{rank.tp_rank}of{rank.tp}-pp{rank.pp_rank}of{rank.pp}"
 
 
 def _all_workers(well: bool) -> bool:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import http.client
 import http.server
 import re
-import secrets
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -17,7 +15,10 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from vllm_coserve.weights.bearer import Bearer
+from vllm_coserve.weights.peer_messages import Broadcast
 from vllm_coserve.weights.store import Arrived, Buffer, Contents, Manifest, PieceEntry, RelayError, Release
+from vllm_coserve.weights.tracker import Tracker
 
 _PATH = re.compile(r"/v1/releases/([a-z0-9-]{1,40})(?:/(manifest|buckets/([A-Za-z0-9._-]{1,64})))?\Z", re.ASCII)
 _ARRIVED = re.compile(r"/v1/releases/([a-z0-9-]{1,40})/arrived/(\d{1,9})/(\d{1,9})\Z", re.ASCII)  # after, wait in ms
@@ -28,16 +29,30 @@ _TRIES, _RETRY_S = 4, 0.2
 _CHUNK_BYTES = 1 << 20
 _END_POLL_S = 0.05
 _LONG_POLL_S = 10.0
+_POST_MAX_BYTES = 8 << 20
 
 
 class Relay:
     """Serves versions until `close`. Use as a context manager."""
 
-    def __init__(self, host: str = "127.0.0.1", port: int = 0, key: str = "", memory_bytes: int = 64 << 30) -> None:
-        """`key`: what clients must show, if not empty. Raises OSError where the port is taken."""
+    def __init__(
+        self,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        key: str = "",
+        memory_bytes: int = 64 << 30,
+        broadcast: Broadcast | None = None,
+    ) -> None:
+        """Raises OSError where the port is taken.
+
+        Args:
+            key: what clients must show, if not empty.
+            broadcast: workers forward what they read, as this says; None: all read from here.
+        """
+        self.tracker = Tracker(broadcast, self._bucket) if broadcast else None
         self._held: dict[Release, _Held] = {}
         self._changed = threading.Condition()
-        self._digest = hashlib.sha256(key.encode()).digest() if key else b""
+        self._bearer = Bearer(key)
         self._memory_bytes = memory_bytes
         handler = type("Handler", (_Handler,), {"relay": self})
         self._server = http.server.ThreadingHTTPServer((host, port), handler)
@@ -65,9 +80,7 @@ class Relay:
 
     def allows(self, authorization: str) -> bool:
         """Whether a client shows the key."""
-        scheme, _, token = authorization.partition(" ")
-        shown = hashlib.sha256(token.strip().encode("utf-8", "surrogateescape")).digest()
-        return not self._digest or (secrets.compare_digest(shown, self._digest) and scheme.lower() == "bearer")
+        return self._bearer.allows(authorization)
 
     def room_for(self, nbytes: int) -> bool:
         """Whether so much more may be held."""
@@ -88,6 +101,8 @@ class Relay:
                 kept.lineage = described.lineage
                 kept.contents.append(described.pieces)
                 self._changed.notify_all()
+        if self.tracker is not None:
+            self.tracker.prepare(release, name)
         return (201, b"") if old is data or old == data else (409, b"the bucket is there with other content")
 
     def put_manifest(self, release: Release, data: bytes) -> tuple[int, bytes]:
@@ -142,6 +157,11 @@ class Relay:
         with self._changed:
             self._held.pop(release, None)
             self._changed.notify_all()
+        if self.tracker is not None:
+            self.tracker.forget(release)
+
+    def _bucket(self, release: Release, name: str) -> bytes | None:
+        return self.get(release, "bucket", name)
 
 
 @dataclass(slots=True)
@@ -195,7 +215,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
     def _tell(self) -> None:
         """What there is of releases that need not be complete."""
-        if not self._allowed():
+        if not self._is_allowed():
             return
         match = _ARRIVED.match(self.path)
         if match is None:
@@ -236,6 +256,17 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         else:
             self._answer(*self.relay.put_bucket(release, name, data, contents))
 
+    def do_POST(self) -> None:
+        """What workers that forward to each other tell and ask."""
+        if not self._is_allowed():
+            return
+        tracker, length = self.relay.tracker, self.headers.get("Content-Length", "")
+        if tracker is None or not length.isdigit() or int(length) > _POST_MAX_BYTES:
+            self.close_connection = True
+            self._answer(404, b"this relay has nobody forward")
+            return
+        self._answer(*tracker.answer(self.path, self.rfile.read(int(length)), self.client_address[0]))
+
     def do_DELETE(self) -> None:
         found = self._find()
         if found is None:
@@ -248,7 +279,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
     def _find(self) -> tuple[Release, str, str] | str | None:
         """(release, "manifest" or "bucket" or "", bucket); None: the answer has been given."""
-        if not self._allowed():
+        if not self._is_allowed():
             return None
         if self.path == "/v1/releases":
             return "releases"
@@ -265,7 +296,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             return None
         return release, (match[2] or "").partition("/")[0].removesuffix("s"), match[3] or ""
 
-    def _allowed(self) -> bool:
+    def _is_allowed(self) -> bool:
+        """False: the answer has been given."""
         if self.relay.allows(self.headers.get("Authorization", "")):
             return True
         self.close_connection = True
