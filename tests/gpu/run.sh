@@ -66,9 +66,9 @@ rm -rf "$site"
 if ! "$python" -m pip install -q --no-deps --no-build-isolation --no-compile --disable-pip-version-check \
     --target "$site" "$root" > "$work/install.log" 2>&1; then
     echo "run.sh: the checkout could not be installed, it is used as it is; see $work/install.log" >&2
-    mkdir -p "$site"
-    ln -sfn "$root/vllm_coserve" "$site/vllm_coserve"
-    [ -e "$root/vllm_coserve/kernels" ] || ln -sfn ../kernels "$root/vllm_coserve/kernels"
+    rm -rf "$site" && mkdir -p "$site/vllm_coserve"
+    ln -sf "$root"/vllm_coserve/* "$site/vllm_coserve/"
+    ln -sfn "$root/kernels" "$site/vllm_coserve/kernels"
 fi
 if [ -n "$bundle" ] && [ ! -d "$bundle/vllm_site" ]; then
     mkdir -p "$work/bundle"
