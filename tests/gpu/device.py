@@ -6,6 +6,7 @@ python -m tests.gpu.device ROLE SOCKET PAGES PAGE_BYTES      # the second proces
 from __future__ import annotations
 
 import ctypes
+import os
 import select
 import subprocess
 import sys
@@ -67,7 +68,8 @@ class Helper:
     def __init__(self, role: str, socket: Path, pages: int, page_bytes: int = PAGE) -> None:
         command = [sys.executable, "-m", "tests.gpu.device", role, str(socket), str(pages), str(page_bytes)]
         pipe = subprocess.PIPE
-        self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, cwd=ROOT)
+        env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(ROOT))))}
+        self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, cwd=ROOT, env=env)
         self.answer()
 
     def ask(self, line: str) -> str:

@@ -121,7 +121,8 @@ class FakeCuda:
 
     Attributes:
         calls: names of all calls so far.
-        fail_at: number of the call that fails, from 1 on; how: "before", "after" or "half" (of an unmapping).
+        fail_at: numbers of the calls that fail, from 1 on, or one number, or None.
+        how: "before", "after" or "half" (of an unmapping).
         violations: what a real device would have ended the process for.
     """
 
@@ -154,7 +155,8 @@ class FakeCuda:
             if name.startswith("cuGetError"):
                 return (CUresult.CUDA_SUCCESS, function(self, *args))
             self.calls.append(name)
-            failing = len(self.calls) == self.fail_at
+            numbers = self.fail_at if isinstance(self.fail_at, set) else {self.fail_at}
+            failing = len(self.calls) in numbers
             if failing and self.how == "half" and name == "cuMemUnmap":
                 self._half_unmap(*args)
                 return (self.fail_code,)

@@ -169,7 +169,41 @@ def test_kept_slots_have_memory_of_their_own(kit):
     assert kit.board.used_bytes == used - 2 * _PAGE
 
 
+def kept_and_covered_with_a_failure(make_kit, fail_at, how):
+    kit = make_kit(_PAGES)
+    api = kit.apis["serving"]
+    begin = len(api.calls)
+    api.fail_at, api.how = begin + fail_at if fail_at else None, how
+    driver, failures = until_done(lambda: kit.driver("serving", kept_slots=2))
+    assert list(api.mappings) == [driver.address, driver.address + _PAGE]
+    failures += until_done(driver.cover)[1]
+    api.launch(driver.address, _PAGES * _PAGE, byte=9)
+    failures += until_done(driver.uncover)[1]
+    assert not api.violations and kit.read(driver, 0, 2) == b"\x09" * 2 * _PAGE
+    failures += until_done(driver.close)[1]
+    assert failures == (1 if fail_at else 0)
+    calls, api.fail_at = len(api.calls) - begin, None
+    kit.close()
+    return calls
+
+
+@pytest.mark.parametrize("how", _HOW)
+def test_kept_and_covered_slots_recover_from_any_failed_call(how):
+    calls = kept_and_covered_with_a_failure(CudaKit, 0, how)
+    for fail_at in range(1, calls + 1):
+        kept_and_covered_with_a_failure(CudaKit, fail_at, how)
+
+
 # ---- page size, device, words of errors
+
+
+def test_pages_outside_the_pool_are_refused(kit):
+    driver = kit.driver("serving")
+    for page, count in ((-1, 1), (_PAGES, 1), (_PAGES - 1, 2)):
+        with pytest.raises(ValueError, match="outside the pool"):
+            driver.map_run(0, page, count)
+    assert not kit.apis["serving"].mappings
+    driver.close()
 
 
 @pytest.mark.parametrize("page_bytes", [0, 1, GRANULARITY - 1, GRANULARITY + 1, 3 * GRANULARITY // 2])
@@ -399,6 +433,20 @@ def test_a_device_that_cannot_be_opened_says_which_call_failed():
             Device(api=api)
 
 
+def test_a_look_up_that_fails_is_not_taken_for_an_empty_slot(shared):
+    driver, api = shared.driver("rollout"), shared.apis["rollout"]
+    driver.map_run(0, 0, 2)
+    now = len(api.calls)
+    api.fail_at = {now + 4, now + 6}  # the unmapping; then the first look-up of the next try
+    for call in ("cuMemUnmap", "cuMemRetainAllocationHandle"):
+        with pytest.raises(CudaCallError, match=call):
+            driver.unmap_run(0, 2)
+        assert len(api.mappings) == 2
+    driver.unmap_run(0, 2)
+    assert not api.mappings
+    driver.close()
+
+
 _tables = st.lists(st.integers(-1, _PAGES - 1), min_size=_PAGES, max_size=_PAGES)
 
 
@@ -406,14 +454,14 @@ _tables = st.lists(st.integers(-1, _PAGES - 1), min_size=_PAGES, max_size=_PAGES
 @given(
     st.sampled_from([CudaKit, BudgetKit]),
     st.lists(_tables, min_size=2, max_size=4),
-    st.integers(1, 60),
+    st.sets(st.integers(1, 60), max_size=4),
     st.sampled_from(_HOW),
 )
 def test_the_table_may_change_between_a_failure_and_the_retry(make_kit, wanted, fail_at, how):
     kit = make_kit(_PAGES)
     driver, api = kit.driver("rollout"), kit.apis["rollout"]
     mapper = TableMapper(driver, table := np.full(_PAGES, -1, dtype=np.int32))
-    api.fail_at, api.how = len(api.calls) + fail_at, how
+    api.fail_at, api.how = {len(api.calls) + n for n in fail_at}, how
     for step in wanted:
         table[:] = step
         try:

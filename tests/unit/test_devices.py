@@ -3,6 +3,7 @@
 import ctypes
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -12,13 +13,19 @@ import pytest
 import torch
 
 from tests.unit.fake_cuda import GRANULARITY, Board, FakeCuda
-from vllm_coserve.api.errors import ContractError
+from vllm_coserve.api.errors import ConfigurationError, ContractError
+from vllm_coserve.control.block import ControlBlock
+from vllm_coserve.control.words import Word
+from vllm_coserve.engine import cli, preflight, supervisor, worker_hooks
+from vllm_coserve.engine.core_runtime import KIND_WORKER, SIDE_ROLLOUT
 from vllm_coserve.engine.device import has_ended, wait_for_device
+from vllm_coserve.engine.serving_runtime import ServingRuntime
 from vllm_coserve.memory import devices
 from vllm_coserve.memory.cuda import CudaDriver, CudaEraser, NoEraser
 from vllm_coserve.memory.devices import kept_slots, make_driver, make_eraser
 from vllm_coserve.memory.geometry import Geometry
 from vllm_coserve.memory.host import HostDriver, PoolEraser, create_pool
+from vllm_coserve.memory.ledger import Owner, ServingLedger
 from vllm_coserve.memory.tensors import int8_over
 
 _PAGES, _PAGE = 6, GRANULARITY
@@ -157,3 +164,85 @@ def _state(pid):
 
 def test_nothing_is_waited_for_on_a_cpu():
     wait_for_device(SimpleNamespace(device="cpu"))
+
+
+# ---- the engines
+
+
+@pytest.fixture
+def block():
+    block, fd = ControlBlock.create(_PAGES, _PAGE)
+    os.close(fd)
+    return block
+
+
+@pytest.mark.parametrize("fail_in_uncover", [False, True])
+def test_the_worker_covers_its_range_until_the_first_table(block, tmp_path, monkeypatch, fail_in_uncover):
+    api = FakeCuda()
+    monkeypatch.setattr(devices, "_pool", None)
+    monkeypatch.setattr(worker_hooks, "device_index", lambda context: 0)
+    monkeypatch.setattr(worker_hooks, "make_driver", lambda *args: make_driver(*args, api=api))
+    monkeypatch.setattr(worker_hooks, "int8_over", lambda *args: args)
+    monkeypatch.setattr(worker_hooks.WorkerRuntime, "_follow", lambda self: None)
+    context = SimpleNamespace(side="serving", device="cuda", pages_socket=str(tmp_path / "pages"))
+    runtime = worker_hooks.WorkerRuntime(context, block)
+    address, nbytes, *where = runtime.kv_tensor(_PAGES * _PAGE, block_bytes=_PAGE + 1)
+    assert (nbytes, where) == (_PAGES * _PAGE, ["cuda", 0])
+    api.launch(address, nbytes)  # warm-up, before any table
+    runtime.sync()
+    assert runtime._uncover is not None, "there is no table yet"
+    block.serving_table[2:4] = [5, 1]
+    block.add(Word.SERVING_TABLE_VERSION)
+    if fail_in_uncover:
+        api.fail_at = len(api.calls) + 3
+    runtime.sync()
+    assert runtime.faults == fail_in_uncover and not api.violations
+    accessible = [api._accessible(address + slot * _PAGE, _PAGE) for slot in range(_PAGES)]
+    assert accessible == [True, True, True, True, False, False], "two kept slots, and two with a page"
+    runtime._mapper._driver.close()
+    devices._pool.pages.close()
+    devices._pool.server.close()
+    assert api.nothing_left()
+
+
+def test_pages_of_a_killed_rollout_come_back_when_its_worker_has_ended(block):
+    owners = block.owners
+    ledger = ServingLedger(owners, lambda page, count: None)
+    assert ledger.take(3, Owner.ROLLOUT)
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    block.join(SIDE_ROLLOUT, KIND_WORKER, child.pid)
+    block.set(Word.GENERATION, 1)
+    block.set(Word.GENERATION_DEAD, 1)
+    members = os.memfd_create("members")
+    runtime = SimpleNamespace(block=block, context=SimpleNamespace(device="cuda"), _members_fd=members, ledger=ledger)
+    ServingRuntime._clear_dead_generation(runtime)
+    assert ledger.count(Owner.ROLLOUT) == 3, "nobody holds the lock, but the worker is not gone"
+    child.kill()
+    child.wait(20)
+    ServingRuntime._clear_dead_generation(runtime)
+    assert ledger.count(Owner.ROLLOUT) == 0 and block.get(Word.GENERATION_CLEARED) == 1
+    os.close(members)
+
+
+def test_both_engines_of_a_gpu_start_without_a_step_in_flight_and_without_kv_memory_of_their_own(monkeypatch):
+    args = SimpleNamespace(async_scheduling=None, gpu_memory_utilization=0.9)
+    cli.suit_gpu(args)
+    assert args.async_scheduling is False and args.gpu_memory_utilization < 0.1
+    config = SimpleNamespace(rollout="m", rollout_port=1, rollout_argv=["--gpu-memory-utilization", "0.2"])
+    context = SimpleNamespace(device="cuda", config=config, model_copy=lambda update: context)
+    context.model_dump_json = lambda: "{}"
+    monkeypatch.setattr(supervisor.subprocess, "Popen", lambda argv, **kwargs: argv)
+    argv = supervisor.Supervisor._spawn(SimpleNamespace(_context=context, _api_keys=[]))
+    assert "--no-async-scheduling" in argv
+    assert argv.index("--gpu-memory-utilization") < len(argv) - 2, "what the user gave comes last"
+
+
+def test_a_worker_in_a_process_of_its_own_is_refused_on_a_gpu():
+    with socket.socket() as a, socket.socket() as b:
+        for s in (a, b):
+            s.bind(("127.0.0.1", 0))
+        ports = [s.getsockname()[1] for s in (a, b)]
+    args = SimpleNamespace(port=ports[0], host="127.0.0.1", distributed_executor_backend="mp")
+    config = SimpleNamespace(rollout_port=ports[1])
+    with pytest.raises(ConfigurationError, match="--distributed-executor-backend"):
+        preflight.preflight(args, config, "cuda")
