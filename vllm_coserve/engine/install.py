@@ -332,9 +332,9 @@ def _install_rollout_loop(process: _Process) -> None:
         """Called by name from the sidecar's API server."""
         return process.core.load_weights(path, version)
 
-    def pull_weights(core: Any, url: str, key: str, number: int, version: str) -> Any:
+    def pull_weights(core: Any, source: dict[str, Any], version: str) -> Any:
         """Called by name from the sidecar's API server."""
-        return process.core.pull_weights(url, key, number, version)
+        return process.core.pull_weights(source, version)
 
     def step(original: Any) -> Any:
         def _process_engine_step(self: Any) -> bool:
