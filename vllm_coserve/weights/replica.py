@@ -10,7 +10,7 @@ import torch
 from vllm_coserve.weights.codec import ALIGNMENT, apply, bits_of
 from vllm_coserve.weights.publisher import part_of
 from vllm_coserve.weights.sharding import whole
-from vllm_coserve.weights.store import CorruptError, Manifest, PieceEntry, RelayError, RelayStore, Release
+from vllm_coserve.weights.store import CorruptError, GoneError, Manifest, PieceEntry, RelayStore, Release
 
 Accept = Callable[[Mapping[str, list[int]]], None]
 
@@ -45,11 +45,10 @@ class Replica:
         path = self._path(store, version, self.version if ours else None)
         try:
             return [self._take(store, release, accept) for release in path]
-        except CorruptError:
+        except (CorruptError, GoneError):
             if path[0].base is None:
                 raise
-        # The copy is damaged, or what leads to the version: start from a whole one.
-        self.version = None
+        # The copy is damaged, or what leads to the version, or that is gone: start from a whole one.
         return [self._take(store, release, accept) for release in self._path(store, version, None)]
 
     def drop(self) -> None:
@@ -74,7 +73,7 @@ class Replica:
             return path
         if have is not None:
             return self._path(store, version, None)
-        raise RelayError(f"the relay has no version {version}, or not what leads to it: 404")
+        raise GoneError(f"the relay has no version {version}, or not what leads to it: 404")
 
     def _take(self, store: RelayStore, release: Release, accept: Accept) -> Release:
         manifest = store.manifest(release)
