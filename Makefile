@@ -23,7 +23,7 @@ export PYTHONSAFEPATH := 1
 export VLLM_NO_USAGE_STATS := 1
 unexport PYTHONPATH PYTHONHOME
 
-.PHONY: help setup demo bench-core bench-coserve bench-driver bench-training bench-weights bench-faults soak test promtool unit lint format lock clean distclean
+.PHONY: help setup demo bench-core bench-coserve bench-driver bench-training bench-weights bench-broadcast bench-faults soak test promtool unit lint format lock clean distclean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -48,6 +48,9 @@ bench-training: setup ## staleness 0, 1 and 3, GRPO and DAPO, on two engines (ab
 
 bench-weights: setup ## bytes and speed of weight updates, links of several rates (about 15 minutes; BENCH_ARGS=...)
 	$(BIN)/python -m tests.bench.weights $(BENCH_ARGS)
+
+bench-broadcast: setup ## weights to 2 to 64 workers, star and chains, under an uplink cap (about 6 minutes; BENCH_ARGS=...)
+	$(BIN)/python -m tests.bench.broadcast $(BENCH_ARGS)
 
 bench-faults: setup ## kills and stops under load (about 25 minutes; TRACE=file.csv BENCH_ARGS=...)
 	$(BIN)/python -m tests.bench.faults $(if $(TRACE),--trace $(TRACE)) $(BENCH_ARGS)

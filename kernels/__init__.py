@@ -3,13 +3,16 @@
 A tensor is seen as a flat run of integers of its elements' width (int8, int16, int32 or int64), so that NaNs, signed
 zeros and denormals are values like all others. A change is a position and a step, `new - old` modulo the width: for
 floats of one sign the number of units in the last place. `compact(old, new)` finds the changes, in ascending order;
-`scatter(bits, positions, steps)` makes them, exactly; `digest(bits)` tells whether the bits are the right ones then.
+`scatter(bits, positions, steps)` makes them, exactly, `scatter_masked(bits, mask, steps)` where many elements change;
+`digest(bits)` tells whether the bits are the right ones then.
 `reference` says in torch what these do; `cpu` and `gpu` are fast.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
+
+from torch import uint8
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -51,6 +54,27 @@ def scatter(bits: Tensor, positions: Tensor, steps: Tensor) -> None:
         if low < 0 or high >= bits.numel():
             raise ValueError(f"positions from {low} to {high} in a run of {bits.numel()}")
         _backend(bits).scatter(bits, positions, steps)
+
+
+def scatter_masked(bits: Tensor, mask: Tensor, steps: Tensor) -> None:
+    """Add steps in their order to the elements of a run that a mask names, in place.
+
+    Args:
+        bits: the run.
+        mask: uint8 [ceil(elements / 8)], a bit an element, the first in the lowest bit; on the device of `bits`.
+        steps: [bits set in the mask], of the dtype of `bits`.
+
+    Raises:
+        ValueError: shapes or dtypes are wrong, or the mask has more or fewer ones than steps; nothing was changed.
+    """
+    _check(bits)
+    size = bits.numel()
+    if mask.dtype != uint8 or mask.shape != (-(-size // 8),) or steps.dim() != 1 or steps.dtype != bits.dtype:
+        raise ValueError(f"changes do not match: {_text(mask)} and {_text(steps)} for {_text(bits)}")
+    if size % 8 and int(mask[-1]) >> size % 8:
+        raise ValueError(f"a mask for a run of {size} names elements beyond it")
+    if size:
+        _backend(bits).scatter_masked(bits, mask, steps)
 
 
 def digest(bits: Tensor) -> int:

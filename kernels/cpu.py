@@ -28,6 +28,14 @@ def scatter(bits: Tensor, positions: Tensor, steps: Tensor) -> None:
     _scatter(bits.numpy(), positions.numpy(), steps.numpy())
 
 
+def scatter_masked(bits: Tensor, mask: Tensor, steps: Tensor) -> None:
+    """See `vllm_coserve.kernels.scatter_masked`."""
+    ones = mask.numpy()
+    if (count := int(np.bitwise_count(ones).sum(dtype=np.int64))) != steps.numel():
+        raise ValueError(f"a mask of {count} elements for {steps.numel()} steps")
+    _scatter_masked(bits.numpy(), ones, np.append(steps.numpy(), steps.numpy().dtype.type(0)))
+
+
 def digest(bits: Tensor) -> int:
     """See `vllm_coserve.kernels.digest`."""
     data = bits.numpy().view(np.uint8)
@@ -64,6 +72,23 @@ def _compact(old, new, old_words, new_words, positions, steps):
 def _scatter(bits, positions, steps):
     for k in range(positions.size):
         bits[positions[k]] += steps[k]
+
+
+@njit(nogil=True, cache=True)
+def _scatter_masked(bits, mask, steps):
+    """One more step than there are ones: a place that does not change reads the next one's and adds none of it."""
+    count = np.uint64(0)
+    for byte in range(np.uint64(bits.size >> 3)):
+        ones = np.uint64(mask[byte])
+        first = byte << np.uint64(3)
+        for place in range(np.uint64(8)):  # without a branch, which could not be foreseen
+            one = (ones >> place) & np.uint64(1)
+            bits[first + place] += steps[count] * bits.dtype.type(one)
+            count += one
+    for i in range(np.uint64(bits.size & ~7), np.uint64(bits.size)):
+        if (mask[i >> np.uint64(3)] >> (i & np.uint64(7))) & 1:
+            bits[i] += steps[count]
+            count += np.uint64(1)
 
 
 @njit(nogil=True, cache=True)

@@ -39,6 +39,18 @@ def scatter(bits: Tensor, positions: Tensor, steps: Tensor) -> None:
     _scatter[(triton.cdiv(count, _BLOCK),)](bits, positions, steps, count, BLOCK=_BLOCK)
 
 
+def scatter_masked(bits: Tensor, mask: Tensor, steps: Tensor) -> None:
+    """See `vllm_coserve.kernels.scatter_masked`."""
+    size = bits.numel()
+    blocks = triton.cdiv(size, _BLOCK)
+    counts = torch.empty(blocks, dtype=torch.int32, device=bits.device)
+    _count_ones[(blocks,)](mask, counts, size, BLOCK=_BLOCK)
+    ends = counts.cumsum(0, dtype=torch.int32)
+    if int(ends[-1]) != steps.numel():
+        raise ValueError(f"a mask of {int(ends[-1])} elements for {steps.numel()} steps")
+    _scatter_masked[(blocks,)](bits, mask, counts, ends, steps, size, BLOCK=_BLOCK)
+
+
 def digest(bits: Tensor) -> int:
     """See `vllm_coserve.kernels.digest`."""
     data = bits.view(torch.uint8)
@@ -102,3 +114,22 @@ def _scatter(bits, positions, steps, count, BLOCK: tl.constexpr):
     at = tl.load(positions + lane, mask=inside, other=0)
     step = tl.load(steps + lane, mask=inside, other=0)
     tl.store(bits + at, tl.load(bits + at, mask=inside, other=0) + step, mask=inside)
+
+
+@triton.jit
+def _count_ones(mask, counts, size, BLOCK: tl.constexpr):
+    program = tl.program_id(0)
+    at = program * BLOCK + tl.arange(0, BLOCK)
+    ones = (tl.load(mask + at // 8, mask=at < size, other=0).to(tl.int32) >> (at % 8)) & 1
+    tl.store(counts + program, tl.sum(ones, 0))
+
+
+@triton.jit
+def _scatter_masked(bits, mask, counts, ends, steps, size, BLOCK: tl.constexpr):
+    program = tl.program_id(0)
+    at = program * BLOCK + tl.arange(0, BLOCK)
+    ones = (tl.load(mask + at // 8, mask=at < size, other=0).to(tl.int32) >> (at % 8)) & 1
+    first = tl.load(ends + program) - tl.load(counts + program)
+    changed = ones != 0
+    step = tl.load(steps + first + tl.cumsum(ones, 0) - 1, mask=changed, other=0)
+    tl.store(bits + at, tl.load(bits + at, mask=changed, other=0) + step, mask=changed)

@@ -20,6 +20,15 @@ def scatter(bits: Tensor, positions: Tensor, steps: Tensor) -> None:
     bits.index_add_(0, positions.long(), steps)
 
 
+def scatter_masked(bits: Tensor, mask: Tensor, steps: Tensor) -> None:
+    """See `vllm_coserve.kernels.scatter_masked`."""
+    places = torch.arange(8, dtype=torch.uint8, device=mask.device)
+    positions = torch.nonzero(((mask[:, None] >> places) & 1).reshape(-1)).squeeze(-1)
+    if positions.numel() != steps.numel():
+        raise ValueError(f"a mask of {positions.numel()} elements for {steps.numel()} steps")
+    scatter(bits, positions, steps)
+
+
 def digest(bits: Tensor) -> int:
     """See `vllm_coserve.kernels.digest`."""
     data = bits.view(torch.uint8)

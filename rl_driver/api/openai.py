@@ -88,6 +88,7 @@ class Publication(msgspec.Struct, forbid_unknown_fields=True):
     version: Annotated[int, Meta(ge=0, lt=10**15)]
     key: Annotated[str, Meta(max_length=200)] = ""
     prefix: Annotated[str, Meta(max_length=64, pattern=r"^[\x21-\x7e]*$")] = "step-"
+    wait_s: Annotated[float, Meta(ge=0, le=600)] = 0.0  # for a version that is still on its way to the relay
 
     @property
     def name(self) -> str:
@@ -121,6 +122,7 @@ class WorkerState(msgspec.Struct):
     held: bool
     kv_usage: float | None
     slack_ms: float | None  # borrowed: until serving's next deadline, at its last decision
+    pause_s: float | None  # dedicated: for which its last change of weights kept it from generating
     wrong: str
 
 

@@ -147,6 +147,20 @@ class SamplingConfig(_Section):
     environment_workers: Count = Field(1, description="actors that run the task's environments")
 
 
+class BroadcastConfig(_Section):
+    """Engines hand the weights on to each other, where the learner's uplink is the bound."""
+
+    uplink_mbytes_per_s: Positive = Field(description="what the learner may send in all, in 10^6 bytes a second")
+    host: str = Field(
+        "127.0.0.1",
+        pattern=r"^[A-Za-z0-9.-]{1,200}$",
+        description="address of the learner's machine by which the engines reach its relay",
+    )
+    worker_memory_gib: Annotated[float, Field(gt=0, le=1024)] = Field(
+        2.0, description="what each engine's worker keeps for others at most"
+    )
+
+
 class CheckpointConfig(_Section):
     """What is kept for a restart."""
 
@@ -172,6 +186,9 @@ class TrainConfig(_Section):
         pattern=r"^mooncake://[A-Za-z0-9.:-]+:\d+$",
         description="mooncake://MASTER:PORT: weights go through that store (default: a relay of the learner's own)",
     )
+    broadcast: BroadcastConfig | None = Field(
+        None, description="have engines hand weights on to each other (default: all read from the learner's relay)"
+    )
     staleness: Annotated[int, Field(ge=0, le=1000)] = Field(
         1, description="steps that sampling may run ahead of learning: 0 on-policy, 1 one step off, more asynchronous"
     )
@@ -180,6 +197,12 @@ class TrainConfig(_Section):
     metrics_port: Annotated[int, Field(ge=0, le=65535)] | None = Field(
         None, description="port of Prometheus metrics (default: none)"
     )
+
+    @model_validator(mode="after")
+    def _one_way(self) -> TrainConfig:
+        if self.store and self.broadcast:
+            raise ValueError("broadcast is the learner's own relay's: leave out store, or broadcast")
+        return self
 
     @field_validator("model")
     @classmethod

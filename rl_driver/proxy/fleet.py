@@ -213,7 +213,7 @@ class Fleet:
                 raise UnusableError("start it with `vllm serve --enable-scale-out`: it does not take tokens in and out")
             if answer.status in (401, 403):
                 raise UnusableError("it refuses the key: give its own with --worker-api-key")
-            if answer.status == 404 and path in ("/pause", "/start_weight_update"):
+            if answer.status == 404 and path in ("/collective_rpc", "/pause", "/start_weight_update"):
                 raise UnusableError(
                     'start it with VLLM_SERVER_DEV_MODE=1 and --weight-transfer-config \'{"backend": "coserve"}\''
                 )
@@ -297,7 +297,7 @@ class Fleet:
         if member.kind == "borrowed":  # it computes on while weights come
             eligible = eligible and member.held and member.active
         else:
-            eligible = eligible and not member.updating
+            eligible = eligible and not member.paused
         self._newest = max(self._newest, number)
         if config.max_staleness is not None and number < self._newest - config.max_staleness:
             eligible = False

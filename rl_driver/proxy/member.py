@@ -81,6 +81,8 @@ class Member:
     refused: str = ""  # borrowed: why it cannot be held
     renewed_s: float = -1e18
     updating: bool = False  # it gets other weights
+    paused: bool = False  # dedicated: it does not generate meanwhile
+    pause_s: float | None = None  # dedicated: how long that took the last time
     update_failed: str = ""  # why it did not take weights, for people
     update_failed_s: float = -1e18
     update_refused: str = ""  # the weights that it did not take

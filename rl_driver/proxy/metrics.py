@@ -28,6 +28,9 @@ class ProxyMetrics:
             "coserve_proxy_workers", "Workers by kind and whether they are usable", ["kind", "usable"], **common
         )
         self._turns = Gauge("coserve_proxy_worker_turns", "Turns on a worker", ["worker"], **common)
+        self._pauses = Gauge(
+            "coserve_proxy_worker_pause_seconds", "Pause of the last change of weights", ["worker"], **common
+        )
 
     def page(self, state: ProxyState) -> bytes:
         """The text of `/metrics`."""
@@ -40,4 +43,6 @@ class ProxyMetrics:
         self._turns.clear()
         for worker in state.workers:
             self._turns.labels(worker.url).set(worker.turns)
+            if worker.pause_s is not None:
+                self._pauses.labels(worker.url).set(worker.pause_s)
         return generate_latest(self.registry)

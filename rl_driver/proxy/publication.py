@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import json
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
@@ -13,7 +14,6 @@ from typing import Any
 import aiohttp
 
 from rl_driver.api.openai import Publication
-from rl_driver.policy.routing import Kind
 from rl_driver.proxy.member import HeldByAnotherError, Member, UnusableError
 
 logger = logging.getLogger("coserve.proxy")
@@ -22,6 +22,7 @@ _PULL_BOUND_S = 750.0  # more than an engine's own bound
 _SWITCH_BOUND_S = 60.0
 _RETRY_S = 10.0  # a dedicated engine ends what is under way at each try
 _POLL_S = 0.02
+_PULLED_POLL_S = 0.1
 
 Call = Callable[..., Awaitable[bytes]]  # (method, path, body=None, bound_s=None, **query), to one worker
 
@@ -65,7 +66,13 @@ class Publisher:
             member.updating = True
             self._changed(member)
             try:
-                await update(member.kind, functools.partial(self._call, member), published)
+                call = functools.partial(self._call, member)
+                if member.kind == "borrowed":
+                    body = {"relay": source(published), "version": published.name}
+                    await call("POST", "/coserve/v1/weights", body, _PULL_BOUND_S)
+                else:
+                    await pull(call, published)
+                    await self._switch(member, call, published)
                 member.version, member.update_failed = published.name, ""
             except (UnusableError, HeldByAnotherError, aiohttp.ClientError, OSError, TimeoutError) as exc:
                 why = f"it did not take weights {published.name}: {exc or type(exc).__name__}"
@@ -75,6 +82,15 @@ class Publisher:
             finally:
                 member.updating = False
                 self._changed(member)
+
+    async def _switch(self, member: Member, call: Call, published: Publication) -> None:
+        begun_s = self._clock()
+        member.paused = True
+        self._changed(member)
+        try:
+            await switch(call, published)
+        finally:
+            member.paused, member.pause_s = False, self._clock() - begun_s
 
     def _due(self, member: Member) -> Publication | None:
         """The weights that a worker should be given now."""
@@ -86,17 +102,32 @@ class Publisher:
         return None if waits and member.update_refused == published.name else published
 
 
-async def update(kind: Kind, call: Call, published: Publication) -> None:
-    """Have a worker use the published weights.
+async def pull(call: Call, published: Publication) -> None:
+    """Have a dedicated engine read the published weights while it generates.
 
-    Raises what `call` raises; the worker has its old weights then, or does not generate until a later try succeeds.
+    Raises what `call` raises, and UnusableError where it cannot read them; nothing has changed then.
     """
-    if kind == "borrowed":
-        body = {"relay": source(published), "version": published.name}
-        await call("POST", "/coserve/v1/weights", body, _PULL_BOUND_S)
-        return
-    # vLLM's own routes. Nothing is generated between `pause` and `resume`: what is under way ends as aborted, and goes
-    # on elsewhere, or here with KV that is computed anew.
+    wanted = [json.dumps(source(published))]
+    await call("POST", "/collective_rpc", {"method": "coserve_pull", "args": wanted}, _SWITCH_BOUND_S)
+    async with asyncio.timeout(_PULL_BOUND_S):
+        while True:
+            body = {"method": "coserve_pulled", "args": wanted}
+            answer = json.loads(await call("POST", "/collective_rpc", body, _SWITCH_BOUND_S))
+            states = [str(state) for state in answer["results"]]  # of its workers
+            if wrong := next((s for s in states if s not in ("pulled", "under way")), ""):
+                raise UnusableError(wrong)
+            if "under way" not in states:
+                return
+            await asyncio.sleep(_PULLED_POLL_S)
+
+
+async def switch(call: Call, published: Publication) -> None:
+    """Have a dedicated engine use what it has pulled, by vLLM's own routes.
+
+    Nothing is generated between `pause` and `resume`: what is under way ends as aborted, and goes on elsewhere, or here
+    with KV that is computed anew. Raises what `call` raises; the worker has its old weights then, or does not generate
+    until a later try succeeds.
+    """
     await call("POST", "/pause", None, _SWITCH_BOUND_S, mode="abort")
     try:
         try:
@@ -112,4 +143,5 @@ async def update(kind: Kind, call: Call, published: Publication) -> None:
 
 def source(published: Publication) -> dict[str, Any]:
     """Where the weights are, as engines want to be told."""
-    return {"url": published.url, "version": published.version, "key": published.key}
+    found = {"url": published.url, "version": published.version, "key": published.key}
+    return found | ({"wait_s": published.wait_s} if published.wait_s else {})

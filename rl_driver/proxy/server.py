@@ -296,6 +296,7 @@ class Proxy:
                 m.held,
                 m.usage,
                 m.slack_ms,
+                m.pause_s,
                 m.wrong or m.refused or m.update_failed,
             )
             for m in self.fleet.members.values()

@@ -7,7 +7,9 @@ import itertools
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from rl_driver.api.train_config import TrainConfig
@@ -24,6 +26,8 @@ _OBJECT_STORE_BYTES = 200 << 20
 _PUBLISH_BOUND_S = 150.0
 _RESTARTS = 3  # of an environment worker
 _PUBLISHING = "publishing"
+_RELAY_WAIT_S = 60.0  # of an engine, for what the learner is putting into the relay
+_PUT_TRIES, _PUT_RETRY_S = 3, 2.0
 
 
 @contextlib.contextmanager
@@ -104,17 +108,17 @@ class Publisher:
     """Publishes in the background, one version at a time."""
 
     def __init__(
-        self, hand_over: Callable[[], None], put: Callable[[], dict[str, Any]], proxy: ProxyHandle, prefix: str
+        self, hand_over: Callable[[], dict[str, Any]], put: Callable[[], None], proxy: ProxyHandle, prefix: str
     ) -> None:
-        """`hand_over` takes a copy of the weights; `put` puts it into a relay and returns where it is."""
+        """`hand_over` takes a copy of the weights and returns where they will be; `put` puts it there, into a relay."""
         self._hand_over, self._put, self._proxy, self._prefix = hand_over, put, proxy, prefix
         self._thread: threading.Thread | None = None
 
     def publish(self) -> None:
         """Begin to bring the learner's present weights to the relay and to the engines; it may go on learning."""
         self.wait()
-        self._hand_over()
-        self._thread = threading.Thread(target=self._spread, name="coserve-publish")
+        source = self._hand_over()
+        self._thread = threading.Thread(target=self._spread, args=(source,), name="coserve-publish")
         self._thread.start()
 
     def wait(self) -> None:
@@ -123,15 +127,28 @@ class Publisher:
             self._thread.join()
             self._thread = None
 
-    def _spread(self) -> None:
-        from ray.exceptions import RayTaskError
-
-        try:
-            body = self._put() | {"prefix": self._prefix}
-            state = self._proxy.call("POST", "/coserve/v1/weights", body, _PUBLISH_BOUND_S)
-        except (OSError, RayTaskError) as exc:  # the next version will do
-            logger.warning("weights were not published: %s", exc)
-            return
+    def _spread(self, source: dict[str, Any]) -> None:
+        """Engines read what has come to the relay while the rest is on its way."""
+        with ThreadPoolExecutor(1, "coserve-put") as pool:
+            stored = pool.submit(self._store)
+            try:
+                body = source | {"prefix": self._prefix, "wait_s": _RELAY_WAIT_S}
+                state = self._proxy.call("POST", "/coserve/v1/weights", body, _PUBLISH_BOUND_S)
+            except OSError as exc:  # the next version will do
+                logger.warning("the engines were not told of new weights: %s", exc)
+                state = {"workers": []}
+            stored.result()
         for worker in state["workers"]:
             if worker["wrong"]:
                 logger.warning("%s: %s", worker["url"], worker["wrong"])
+
+    def _store(self) -> None:
+        from ray.exceptions import RayTaskError
+
+        for tries in range(1, _PUT_TRIES + 1):
+            try:
+                return self._put()
+            except RayTaskError as exc:  # the next try puts them whole; engines ask again by themselves
+                logger.warning("weights were not put into the relay (%d of %d): %s", tries, _PUT_TRIES, exc)
+                time.sleep(_PUT_RETRY_S)
+        return None

@@ -14,6 +14,7 @@ from rl_driver.training.checkpoints import Checkpoints
 from rl_driver.training.learner import Learner, LearnerConfig
 from rl_driver.training.losses import Clip
 from rl_driver.training.samples import Sample
+from vllm_coserve.weights.peer_messages import Broadcast
 from vllm_coserve.weights.publisher import Publisher
 from vllm_coserve.weights.relay import Relay
 from vllm_coserve.weights.sharding import ModelShape, cut_for
@@ -36,7 +37,7 @@ class LearnerRole:
             self._url, self._key = f"{self._config.store}/coserve-{secrets.token_hex(8)}", ""
         else:
             self._key = secrets.token_urlsafe(16)
-            self._relay = Relay(key=self._key)
+            self._relay = _relay(self._config, self._key)
             self._url = self._relay.url
         cut = cut_for(ModelShape.of(model.config.to_dict()), self._config.workers.tensor_parallel)
         self._publisher = Publisher(open_store(self._url, self._key), cut=cut)
@@ -65,24 +66,33 @@ class LearnerRole:
         self._probe_due = True
         return self._learner.end_step()
 
-    def hand_over(self, keep: int) -> None:
-        """Take a copy of the weights for `put`; `keep`: versions that samplers may have."""
+    def hand_over(self, keep: int) -> dict[str, Any]:
+        """Take a copy of the weights for `put`, and say where they will be; `keep`: versions that samplers may have."""
         self._learner.remember(keep)
         self._handed_over = self._learner.version, list(self._learner.weights())
+        return {"url": self._url, "version": self._learner.version, "key": self._key}
 
-    def put(self, keep: int) -> dict[str, Any]:
+    def put(self, keep: int) -> None:
         """Put the copy into the relay, and forget what nobody needs who has one of the newest `keep` versions.
 
-        Runs beside the other methods; returns where the weights are.
+        Runs beside the other methods. Raises RelayError; the next call puts the copy whole then.
         """
         version, weights = self._handed_over
         self._publisher.publish(version, weights)
         self._publisher.retire(keep)
-        return {"url": self._url, "version": version, "key": self._key}
 
     def checkpoint(self, step: int, extra: dict[str, Any]) -> str:
         """Write a checkpoint; returns "", or why that could not be done."""
         return self._checkpoints.write(self._learner, step, extra)
+
+
+def _relay(config: TrainConfig, key: str) -> Relay:
+    """Where the weights are for the engines to read, and from each other where the job says so."""
+    how = config.broadcast
+    if how is None:
+        return Relay(key=key)
+    broadcast = Broadcast(how.uplink_mbytes_per_s * 1e6, memory_bytes=int(how.worker_memory_gib * (1 << 30)))
+    return Relay(how.host, key=key, broadcast=broadcast)
 
 
 def learner_config(config: TrainConfig) -> LearnerConfig:

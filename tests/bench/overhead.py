@@ -1,7 +1,8 @@
 """What the plugin costs serving while the rollout is idle: TPOT of plain vLLM and of a pair, in one run.
 
-Both servers are up all the time, pinned as in the demo: workers on core 0, everything else on core 1. They take turns
-of some seconds, with every process of the other one stopped, so that the machine's drift meets both alike.
+Both servers are pinned as in the demo: workers on core 0, everything else on core 1. They take turns of some seconds,
+with every process of the other one stopped, so that the machine's drift meets both alike. Each round starts both anew:
+where their memory lies makes some per cent of difference, also between two plain servers.
 """
 
 from __future__ import annotations
@@ -74,6 +75,19 @@ def measure(rounds: int) -> dict[str, Any]:
     The ratio is the median of those of neighbouring turns, which begin with each of them equally often.
     """
     turns: dict[str, list[dict[int, float]]] = {"vllm": [], "pair": []}
+    for number in range(rounds):
+        _round(turns, number)
+    medians = {n: {str(b): percentile([t[b] for t in ts], 50) for b in BATCHES} for n, ts in turns.items()}
+    ratios = {b: [pair[b] / vllm[b] for pair, vllm in zip(turns["pair"], turns["vllm"], strict=True)] for b in BATCHES}
+    return {
+        "tpot_ms_p50": medians,
+        "ratio_pair_to_vllm": {str(b): percentile(r, 50) for b, r in ratios.items()},
+        "ratio_quartiles": {str(b): [percentile(r, 25), percentile(r, 75)] for b, r in ratios.items()},
+        "turns": {n: [{str(b): v for b, v in t.items()} for t in ts] for n, ts in turns.items()},
+    }
+
+
+def _round(turns: dict[str, list[dict[int, float]]], number: int) -> None:
     flags = ["--coserve-ttft-slo-ms=500", "--coserve-tpot-slo-ms=50"]
     with _plain() as plain, machine.start(flags, "overhead.log", _POOL_GIB) as pair:
         servers = {"vllm": plain, "pair": pair}
@@ -84,24 +98,16 @@ def measure(rounds: int) -> dict[str, Any]:
         try:
             for name in servers:
                 asyncio.run(_tpots_ms(servers[name].serving_url, -1))
-            for i in range(rounds * _TURNS_A_ROUND):
+            for i in range(_TURNS_A_ROUND):
                 for name in ("vllm", "pair") if i % 2 == 0 else ("pair", "vllm"):
                     for other, server in servers.items():
                         _signal(server, signal.SIGCONT if other == name else signal.SIGSTOP)
                     time.sleep(_SETTLE_S)
-                    turns[name].append(asyncio.run(_tpots_ms(servers[name].serving_url, i)))
-                both = {b: turns["pair"][-1][b] / turns["vllm"][-1][b] for b in BATCHES}
-                print(f"overhead, turn {i}: {both}", flush=True)
+                    turns[name].append(asyncio.run(_tpots_ms(servers[name].serving_url, 100 * number + i)))
+                both = {b: round(turns["pair"][-1][b] / turns["vllm"][-1][b], 3) for b in BATCHES}
+                print(f"overhead, round {number}, turn {i}: {both}", flush=True)
         finally:
             for server in servers.values():
                 _signal(server, signal.SIGCONT)
             with contextlib.suppress(PermissionError):
                 os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
-    medians = {n: {str(b): percentile([t[b] for t in ts], 50) for b in BATCHES} for n, ts in turns.items()}
-    ratios = {b: [pair[b] / vllm[b] for pair, vllm in zip(turns["pair"], turns["vllm"], strict=True)] for b in BATCHES}
-    return {
-        "tpot_ms_p50": medians,
-        "ratio_pair_to_vllm": {str(b): percentile(r, 50) for b, r in ratios.items()},
-        "ratio_quartiles": {str(b): [percentile(r, 25), percentile(r, 75)] for b, r in ratios.items()},
-        "turns": {n: [{str(b): v for b, v in t.items()} for t in ts] for n, ts in turns.items()},
-    }

@@ -1,19 +1,18 @@
 """The weight-transfer engine: how many bytes an update takes, and how fast it is made and used.
 
-    python -m tests.bench.weights [--parts bytes,speed,links,exactness]
+    python -m tests.bench.weights [--parts bytes,speed,stages,links,pause,exactness]
 
 `bytes`: consecutive bfloat16 versions of a Qwen3 of 108 million parameters, trained by the driver's learner at two
 learning rates, in this project's encoding and in those of others. `speed`: dense to sparse and back beside a copy of
-the same tensor, all on one thread, in turns. `links`: an update from a trainer over a relay to a worker, real sockets
-paced by the kernel, against whole tensors. `exactness`: a thousand versions as changes, between trainers and engines
-that are sharded in several ways.
+the same tensor, all on one thread, in turns. `stages`, `links`: updates from trainers over a relay to workers, see
+`transfer`. `pause`: what they cost engines that generate, see `pause`. `exactness`: a thousand versions as changes,
+between trainers and engines that are sharded in several ways.
 """
 
 from __future__ import annotations
 
 import argparse
 import random
-import socket
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -26,22 +25,16 @@ import zstandard
 
 from rl_driver.training.learner import Learner, LearnerConfig
 from rl_driver.training.samples import Sample
-from tests.bench import results
+from tests.bench import pause, results, transfer
 from tests.unit import sharded_world
 from vllm_coserve import kernels
 from vllm_coserve.weights.codec import Kind, apply, bits_of, encode
-from vllm_coserve.weights.publisher import Publisher
-from vllm_coserve.weights.relay import Relay, RelayClient
-from vllm_coserve.weights.replica import Replica
 
 _RATES = (1e-6, 1e-5)
 _WARM_UP_STEPS = 8  # until Adam's averages are no longer those of the first gradients
 _SAMPLES, _TOKENS = 4, 96
 _SPEED_ELEMENTS = 32 << 20
 _DENSITIES = (0.001, 0.01, 0.05, 0.1, 0.2, 0.4)
-_LINKS_GBIT = (10.0, 1.0, 0.2)
-_LINK_DENSITIES = (0.01, 0.05, 0.1, 0.2, 0.4)
-_SO_MAX_PACING_RATE = 47  # of Linux; the socket module has no name for it
 
 
 # ---- real changes
@@ -192,63 +185,6 @@ def _median_s(ways: dict[str, tuple[int, Callable[[], object]]], rounds: int) ->
     return {way: statistics.median(t[1:]) for way, t in times.items()}
 
 
-# ---- from a trainer over a relay to a worker
-
-
-def measure_links(rounds: int) -> dict[str, Any]:
-    """Seconds of an update, from the trainer's tensors to the worker's, by link and share of elements that changed."""
-    generator = torch.Generator().manual_seed(0)
-    shapes = [(1024, 4096)] * 24
-    base = [torch.randint(-(2**15), 2**15, s, dtype=torch.int16, generator=generator) for s in shapes]
-    out: dict[str, Any] = {"nbytes": sum(t.nbytes for t in base), "rows": []}
-    for gbit in _LINKS_GBIT:
-        for density in _LINK_DENSITIES:
-            new = []
-            for tensor in base:
-                chosen = torch.rand(tensor.shape, generator=generator) < density
-                new.append(torch.where(chosen, tensor + 1, tensor))
-            times: dict[str, list[float]] = {"dense": [], "automatic": []}
-            for _ in range(rounds if gbit >= 1 else 1):
-                for way, encoder in (("dense", _dense), ("automatic", encode)):
-                    times[way].append(_update_s(base, new, gbit * 1e9 / 8, encoder))
-            row = {"gbit_per_s": gbit, "density": density} | {w: statistics.median(t) for w, t in times.items()}
-            out["rows"].append(row | {"of_dense": row["automatic"] / row["dense"]})
-            print(out["rows"][-1], flush=True)
-    return out
-
-
-def _dense(old: torch.Tensor | None, new: torch.Tensor) -> list[Any]:
-    return encode(None, new, compress=False)
-
-
-def _update_s(
-    base: list[torch.Tensor], new: list[torch.Tensor], bytes_per_s: float, encoder: Callable[..., list[Any]]
-) -> float:
-    """Put a version and take it, the kernel pacing the sockets."""
-    with Relay() as relay:
-        trainer, worker, replica = RelayClient(relay.url), RelayClient(relay.url), Replica()
-        publisher = Publisher(trainer, 1 << 30, encoder=encoder)
-        publisher.publish(1, _named(base))
-        replica.advance(worker, 1, lambda shapes: None)
-        worker.close()  # its next connection is one of the paced listener
-        rate = int(bytes_per_s)
-        relay._server.socket.setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, rate)
-        trainer._connection.sock.setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, rate)
-        begun = time.perf_counter()
-        publisher.publish(2, _named(new))
-        replica.advance(worker, 2, lambda shapes: None)
-        seconds = time.perf_counter() - begun
-        if not all(torch.equal(replica.tensors[name], tensor) for name, tensor in _named(new)):
-            raise RuntimeError("what arrived is not what was sent")
-        trainer.close()
-        worker.close()
-    return seconds
-
-
-def _named(tensors: list[torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
-    return [(f"layers.{i}.weight", tensor) for i, tensor in enumerate(tensors)]
-
-
 # ---- a thousand versions
 
 
@@ -284,8 +220,20 @@ def markdown(result: dict[str, Any]) -> str:
         for r in found["rows"]:
             seconds = [f"{r[way]:.2f}" for way in ("dense", "automatic", "of_dense")]
             rows.append([f"{r['gbit_per_s']:g}", f"{r['density']:.1%}", *seconds])
-        text += f"Seconds of an update of {found['nbytes'] / 1e6:.0f} MB, put to a relay and taken, sockets paced:\n\n"
+        text += f"Seconds of an update of {found['nbytes'] / 1e6:.0f} MB, put to a relay and read as it comes, sockets "
+        text += "paced:\n\n"
         text += results.table(["Gbit/s", "changed", "dense", "automatic", "of dense"], rows) + "\n"
+    if found := result.get("stages"):
+        text += (
+            f"Seconds of an update of {found['nbytes'] / 1e6:.0f} MB from {found['trainers']} trainers to an engine of "
+        )
+        text += (
+            f"{found['workers']} workers, each with a link of its own to the relay (and how many times as fast):\n\n"
+        )
+        text += results.table(["Gbit/s", *transfer.STAGES], list(transfer.rows_of(found))) + "\n"
+    if found := result.get("pause"):
+        text += "What an update costs engines that generate, by size of the model (in brackets: without one):\n\n"
+        text += results.table(pause.HEADER, pause.rows_of(found)) + "\n"
     if found := result.get("exactness"):
         text += f"{found['steps']} versions one after the other, each rank reading only its parts, every bit compared: "
         text += f"{', '.join(found['layouts'])}: {found['different']} bits wrong.\n\n"
@@ -295,7 +243,7 @@ def markdown(result: dict[str, Any]) -> str:
 def main() -> None:
     """Run and write weights.json and weights.md."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--parts", default="bytes,speed,links,exactness", help="comma-separated (%(default)s)")
+    p.add_argument("--parts", default="bytes,speed,stages,links,pause,exactness", help="comma-separated (%(default)s)")
     p.add_argument("--versions", type=int, default=4, help="of each learning rate (%(default)s)")
     p.add_argument("--steps", type=int, default=1000, help="of exactness (%(default)s)")
     p.add_argument("--rounds", type=int, default=7, help="of the timings (%(default)s)")
@@ -307,8 +255,12 @@ def main() -> None:
         result["bytes"] = measure_bytes(o.versions)
     if "speed" in parts:
         result["speed"] = measure_speed(o.rounds)
+    if "stages" in parts:
+        result["stages"] = transfer.measure_stages(o.rounds)
     if "links" in parts:
-        result["links"] = measure_links(o.rounds)
+        result["links"] = transfer.measure_links(o.rounds)
+    if "pause" in parts:
+        result["pause"] = pause.measure_pauses(o.rounds)
     if "exactness" in parts:
         result["exactness"] = measure_exactness(o.steps)
     results.write("weights", result, markdown(result), o.out)

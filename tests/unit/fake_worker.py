@@ -36,6 +36,7 @@ class FakeWorker:
         self.faults, self.calls, self.open, self.cancelled = [], [], 0, 0
         self.usage, self.state, self.holder, self.steps, self.healthy = 0.1, "active", None, 0, True
         self.says_versions = True
+        self.pulling = []
         self.updates, self.refuses_updates, self.paused, self.update_open = [], 0, False, False
 
     async def __aenter__(self):
@@ -49,6 +50,7 @@ class FakeWorker:
         app.router.add_get("/weight_info", self._weight_info)
         for step in ("pause", "start_weight_update", "update_weights", "finish_weight_update", "resume"):
             app.router.add_post(f"/{step}", self._update)
+        app.router.add_post("/collective_rpc", self._pull)
         if self.borrowed:
             app.router.add_post("/coserve/v1/weights", self._load)
             app.router.add_get("/coserve/v1/status", self._status)
@@ -122,6 +124,16 @@ class FakeWorker:
         self.version = body["version"]
         return web.json_response({})
 
+    async def _pull(self, request):
+        assert not self.paused  # it generates meanwhile
+        body = await request.json()
+        if body["method"] == "coserve_pull":
+            self.pulling = ["under way", "the relay does not answer" if self.refuses_updates else "pulled"]
+            self.refuses_updates = max(0, self.refuses_updates - 1)
+            return web.json_response({"results": [""]})
+        assert body["method"] == "coserve_pulled"
+        return web.json_response({"results": [self.pulling.pop(0)]})
+
     async def _update(self, request):
         step = request.path[1:]
         self.paused = step != "resume" and (self.paused or step == "pause")
@@ -130,10 +142,7 @@ class FakeWorker:
                 return web.json_response({"error": "an update is active: finish it first"}, status=500)
             self.update_open = True
         elif step == "update_weights":
-            assert self.paused and self.update_open
-            if self.refuses_updates:
-                self.refuses_updates -= 1
-                return web.json_response({"error": "the relay does not answer"}, status=500)
+            assert self.paused and self.update_open and not self.pulling
             self.updates.append((await request.json())["update_info"])
         elif step == "finish_weight_update":
             self.version, self.update_open = (await request.json())["weight_version"], False

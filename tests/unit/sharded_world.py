@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from vllm_coserve.weights.codec import bits_of
-from vllm_coserve.weights.publisher import Publisher, part_of
+from vllm_coserve.weights.codec import bits_of, part_of
+from vllm_coserve.weights.publisher import Publisher
 from vllm_coserve.weights.relay import Relay, RelayClient
 from vllm_coserve.weights.replica import Replica
 from vllm_coserve.weights.sharding import ModelShape, Rank, Region, engine_regions, fsdp_region, plan
@@ -85,7 +85,7 @@ def follow(trainer: Trainer, serving: Sequence[Rank], steps: int, every: int) ->
             def cut(name: str, shape: tuple[int, ...]) -> list[Region]:
                 return [cell.region for cell in plans[name] if cell.pusher == rank]
 
-            return Publisher(RelayClient(relay.url), 50, 4000, cut, rank=rank, gather=gather)
+            return Publisher(RelayClient(relay.url), 50, 4000, cut, gather=gather)
 
         def wants(index: int) -> Callable[[PieceEntry], bool]:
             return lambda piece: any(r.overlaps(piece.region) for r in needs[piece.name][index])

@@ -48,6 +48,12 @@ def _random(size: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
     return torch.randint(0, 256, (size * dtype.itemsize,), dtype=torch.uint8, generator=generator).view(dtype)
 
 
+def _mask(positions: torch.Tensor, size: int) -> torch.Tensor:
+    ones = torch.zeros(-(-size // 8) * 8, dtype=torch.uint8)
+    ones[positions.long()] = 1
+    return (ones.view(-1, 8) << torch.arange(8, dtype=torch.uint8)).sum(-1, dtype=torch.uint8)
+
+
 def _check(backend: ModuleType, old: torch.Tensor, new: torch.Tensor) -> None:
     positions, steps = backend.compact(old, new)
     expected = reference.compact(old, new)
@@ -57,6 +63,12 @@ def _check(backend: ModuleType, old: torch.Tensor, new: torch.Tensor) -> None:
     if positions.numel():
         backend.scatter(bits, positions, steps)
     assert torch.equal(bits, new)
+    if positions.numel():
+        mask = _mask(positions, old.numel())
+        for way in (backend, reference):
+            bits = old.clone()
+            way.scatter_masked(bits, mask, steps)
+            assert torch.equal(bits, new)
     assert backend.digest(old) == reference.digest(old)
 
 
@@ -120,6 +132,17 @@ def test_wrong_runs_are_refused() -> None:
     for bad_at, bad_steps in ((at + 8, steps), (at - 1, steps), (at, steps.int()), (at, torch.cat([steps, steps]))):
         with pytest.raises(ValueError):
             kernels.scatter(run, bad_at, bad_steps)
+    one = torch.ones(1, dtype=torch.uint8)
+    for bad_run, mask, bad_steps in (
+        (run, one.int(), steps),
+        (run, torch.cat([one, one]), steps),
+        (run, one * 3, steps),
+        (run, one * 0, steps),
+        (run[:3], one * 8, steps),
+        (run, one, steps.int()),
+    ):
+        with pytest.raises(ValueError):
+            kernels.scatter_masked(bad_run, mask, bad_steps)
     assert not run.any()
 
 
@@ -135,4 +158,7 @@ def test_on_a_gpu() -> None:
         assert torch.equal(positions, expected[0]) and torch.equal(steps, expected[1])
         assert kernels.digest(new) == cpu.digest(new.cpu())
         kernels.scatter(old, positions, steps)
+        assert torch.equal(old, new)
+        kernels.scatter_masked(old, _mask(positions.cpu(), 100_001).cuda(), steps)
+        kernels.scatter(new, positions, steps)
         assert torch.equal(old, new)

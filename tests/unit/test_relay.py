@@ -7,7 +7,8 @@ import threading
 import pytest
 
 from vllm_coserve.weights.relay import Relay, RelayClient
-from vllm_coserve.weights.store import BucketEntry, Manifest, RelayError, Release
+from vllm_coserve.weights.sharding import Region
+from vllm_coserve.weights.store import Arrived, BucketEntry, Contents, Manifest, PieceEntry, RelayError, Release
 
 
 @pytest.fixture
@@ -19,6 +20,7 @@ def relay():
 @pytest.fixture
 def client(relay):
     client = RelayClient(relay.url, "k")
+    client.url = relay.url
     yield client
     client.close()
 
@@ -54,11 +56,32 @@ def test_a_release_is_there_only_with_all_its_buckets(client):
         client.put_manifest(release, manifest)
     with pytest.raises(RelayError, match="409"):
         client.put_bucket(release, "00000", [data])  # immutable
-    with pytest.raises(RelayError, match="404"):
+    with pytest.raises(RelayError, match="416"):
         client.get_range(release, "00000", 0, 4)
+    with pytest.raises(RelayError, match="404"):
+        client.manifest(release)
     with pytest.raises(RelayError, match="409"):
         client.put_manifest(Release(2), manifest)
     assert client.releases(1) == []
+
+
+def test_what_has_come_of_a_release_is_told_as_it_comes(client):
+    release = Release(1)
+    piece = PieceEntry("w", "int8", (4,), Region(0, 4, 0, 1), "b0", 0, 4)
+    with pytest.raises(RelayError, match="404"):
+        client.arrived(release, 0, 0)
+    client.put_bucket(release, "b0", [b"abcd"], Contents("l", (piece,)))
+    assert client.releases(1) == [] and client.releases(1, begun=True) == [release]
+    assert client.arrived(release, 0, 5) == Arrived("l", False, 1, (piece,))
+    assert client.get_range(release, piece.bucket, 0, 4) == b"abcd"
+    assert client.arrived(release, 1, 0) == Arrived("l", False, 1, ())
+    reader, told = RelayClient(client.url, "k"), []
+    waiting = threading.Thread(target=lambda: told.append(reader.arrived(release, 1, 20)))
+    waiting.start()
+    client.put_manifest(release, Manifest("1", "l", (piece,), (BucketEntry("b0", 4),)))
+    waiting.join(10)
+    assert told == [Arrived("l", True)] and client.releases(1) == [release]
+    reader.close()
 
 
 def test_the_key_is_needed(relay):

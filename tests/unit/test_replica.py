@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import threading
+import time
 from collections.abc import Iterator, Mapping
 
 import pytest
@@ -11,12 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from vllm_coserve.weights.codec import bits_of
+from vllm_coserve.weights.codec import Kind, bits_of, encode
 from vllm_coserve.weights.publisher import Publisher
 from vllm_coserve.weights.relay import Relay, RelayClient
 from vllm_coserve.weights.replica import Replica
 from vllm_coserve.weights.sharding import Region
-from vllm_coserve.weights.store import CorruptError, Manifest, RelayError, Release
+from vllm_coserve.weights.store import Contents, CorruptError, Manifest, RelayError, Release
 
 Weights = dict[str, torch.Tensor]
 
@@ -25,6 +27,7 @@ Weights = dict[str, torch.Tensor]
 def client() -> Iterator[RelayClient]:
     with Relay() as relay:
         client = RelayClient(relay.url)
+        client.host = relay.url
         yield client
         client.close()
 
@@ -231,6 +234,62 @@ def test_manifests_that_make_no_sense_are_refused(client: RelayClient, change: d
     with pytest.raises(CorruptError):
         replica.advance(client, 2, _any)
     assert replica.version is None
+
+
+def test_changes_are_read_before_their_version_is_complete(client: RelayClient) -> None:
+    """Buckets are read as they come; an incomplete version is never taken, whatever is there of it."""
+    publisher, replica = Publisher(client, 9, 2000), Replica()
+    weights = {str(i): torch.randn(1000) for i in range(12)}
+    publisher.publish(1, weights.items())
+    replica.advance(client, 1, _any)
+    reader = _Watched(client.host)
+    done: list[object] = []
+
+    def follow() -> None:
+        done.append(replica.advance(reader, 2, _any, 30))
+
+    new = _trained(weights, 1, 0.5)
+    thread = threading.Thread(target=follow)
+
+    def slowly() -> Iterator[tuple[str, torch.Tensor]]:
+        yield from list(new.items())[:9]
+        thread.start()
+        deadline = time.monotonic() + 20
+        while not reader.read:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        assert not done and replica.version == 1 and _same(replica, weights)
+        yield from list(new.items())[9:]
+
+    publisher._encode = lambda old, new: encode(old, new, Kind.DENSE)
+    publisher.publish(2, slowly())
+    thread.join(30)
+    assert done == [[Release(2, 1)]] and _same(replica, new)
+    assert len(reader.read) == len(set(reader.read))  # nothing twice
+    reader.close()
+
+
+def test_a_version_that_never_becomes_complete_is_given_up(client: RelayClient) -> None:
+    publisher, replica, weights = Publisher(client), Replica(), _weights()
+    publisher.publish(1, weights.items())
+    replica.advance(client, 1, _any)
+    client.put_bucket(Release(2, 1), "b", [b"x" * 99], Contents(publisher._lineage, ()))
+    for version in (2, 3):
+        with pytest.raises(RelayError, match=r"in time|404"):
+            replica.advance(client, version, _any, 0.2)
+    assert replica.version == 1 and _same(replica, weights)
+
+
+class _Watched(RelayClient):
+    """Notes what is read."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(url)
+        self.read: list[tuple[str, int]] = []
+
+    def get_range(self, release: Release, name: str, start: int, end: int) -> bytearray:
+        self.read.append((name, start))
+        return super().get_range(release, name, start, end)
 
 
 def test_a_publisher_goes_on_whole_after_a_failure(client: RelayClient) -> None:

@@ -70,6 +70,10 @@ def test_dapo_changes_defaults_and_nothing_that_was_said(tmp_path):
         ({"workers": {"dedicated": ["http://a:1"], "policy": "best"}}, "policy"),
         ({"model": "/no/such/model"}, "no config.json"),
         ({"optimizer": {"learning_rate": 0}}, "optimizer.learning_rate 0"),
+        ({"broadcast": {}}, "broadcast.uplink_mbytes_per_s: this key is needed"),
+        ({"broadcast": {"uplink_mbytes_per_s": 0}}, "broadcast.uplink_mbytes_per_s 0"),
+        ({"broadcast": {"uplink": 9}}, "did you mean uplink_mbytes_per_s?"),
+        ({"broadcast": {"uplink_mbytes_per_s": 9}, "store": "mooncake://m:1"}, "leave out store, or broadcast"),
     ],
 )
 def test_mistakes_are_named_with_their_key(tmp_path, changes, says):

@@ -126,6 +126,9 @@ class RelaySource(BaseModel):
     )
     version: int = Field(ge=0, lt=10**15, description="number of the version there")
     key: str = Field("", max_length=200, description="the relay's key, where it has one")
+    wait_s: float = Field(
+        0.0, ge=0, le=600, allow_inf_nan=False, description="for a version that is still on its way to the relay"
+    )
 
 
 VersionName = Annotated[

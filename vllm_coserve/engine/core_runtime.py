@@ -162,7 +162,9 @@ class CoreRuntime:
         prefill = pairs = decodes = context = 0
         requests = self.scheduler.requests
         for req_id, n in scheduler_output.num_scheduled_tokens.items():
-            request = requests[req_id]
+            request = requests.get(req_id)
+            if request is None:  # aborted meanwhile
+                continue
             before = request.num_computed_tokens - n
             if n == 1 and before >= request.num_prompt_tokens:
                 decodes += 1
@@ -176,6 +178,9 @@ class CoreRuntime:
         """The step is known and goes to the worker."""
         shape, tokens = self.step_shape(scheduler_output)
         self.clock.started(shape, tokens)
+
+    def after_send(self) -> None:
+        """The step is with the worker, which computes: what nobody waits for is done now."""
 
     def guarded(self, what: str, fn: Callable[[], Any], default: Any = None) -> Any:
         """Run hook code that must never end an engine: an error is counted, logged and answered with `default`."""

@@ -244,6 +244,13 @@ def _install_loop(process: _Process) -> None:
 
         return schedule
 
+    def sent(original: Any) -> Any:
+        def get_grammar_bitmask(self: Any, scheduler_output: Any) -> Any:
+            process.core.guarded("noting a step", process.core.after_send)
+            return original(self, scheduler_output)
+
+        return get_grammar_bitmask
+
     def updated(original: Any) -> Any:
         def update_from_output(self: Any, scheduler_output: Any, model_runner_output: Any) -> Any:
             process.core.guarded("handing over", lambda: process.core.after_device(scheduler_output))
@@ -254,6 +261,7 @@ def _install_loop(process: _Process) -> None:
     patch("core_loop", run_attached)
     patch("core_message", message)
     patch("schedule", scheduled)
+    patch("sent", sent)
     patch("update", updated)
     if serving:
         _install_serving_loop(process)

@@ -353,9 +353,9 @@ class RolloutRuntime(CoreRuntime):
         self.wake_main()
         return future
 
-    def pull_weights(self, url: str, key: str, number: int, version: str) -> Any:
+    def pull_weights(self, source: dict[str, Any], version: str) -> Any:
         """The same with weights that a relay holds; the engine computes on while they come."""
-        future = self.weights.pull(url, key, number, version)
+        future = self.weights.pull(source, version)
         self.wake_main()
         return future
 

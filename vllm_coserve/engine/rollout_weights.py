@@ -92,8 +92,8 @@ class WeightsKeeper:
         self._replace(job)
         return job.answer
 
-    def pull(self, url: str, key: str, number: int, version: str) -> Future[str]:
-        """Begin to replace the weights by version `number` of a relay; see `load` for the future.
+    def pull(self, source: dict[str, Any], version: str) -> Future[str]:
+        """Begin to replace the weights by those of a relay (fields of `RelayedWeights`); see `load` for the future.
 
         Steps go on while it is pulled. A pull that is under way is given up for a newer one.
         """
@@ -104,7 +104,7 @@ class WeightsKeeper:
         self._pull_number += 1
         self._block.set(Word.WEIGHTS_PULL, self._pull_number)
         self._pull = _Pull(self._pull_number, version)
-        args = (self._pull_number, url, key, number)
+        args = (self._pull_number, source)
         self._core.model_executor.collective_rpc(begin_pull, args=args, non_block=True)
         return self._pull.answer
 

@@ -186,8 +186,7 @@ def _conflicts() -> Iterator[None]:
 async def _load_weights(engine_client: Any, body: WeightsRequest) -> None:
     core, bound_s = engine_client.engine_core, _WEIGHTS_BOUND_S
     if isinstance(body, RelayWeights):
-        relay = body.relay
-        call = core.call_utility_async(PULL_WEIGHTS, relay.url, relay.key, relay.version, body.version)
+        call = core.call_utility_async(PULL_WEIGHTS, body.relay.model_dump(), body.version)
         bound_s += PULL_BOUND_S
     else:
         call = core.call_utility_async(LOAD_WEIGHTS, body.path, body.version)

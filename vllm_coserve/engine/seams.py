@@ -77,6 +77,12 @@ SEAMS: dict[str, Seam] = {
     "schedule": Seam(
         "vllm.v1.core.sched.scheduler", "Scheduler.schedule", ("self", "throttle_prefills"), "knows a step's shape"
     ),
+    "sent": Seam(
+        "vllm.v1.core.sched.scheduler",
+        "Scheduler.get_grammar_bitmask",
+        ("self", "scheduler_output"),
+        "called when a step is with the worker: time for what nobody waits for",
+    ),
     "update": Seam(
         "vllm.v1.core.sched.scheduler",
         "Scheduler.update_from_output",

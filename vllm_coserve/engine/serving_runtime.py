@@ -15,9 +15,10 @@ from vllm_coserve.control.gate import ServingGate
 from vllm_coserve.control.words import Bell, Word
 from vllm_coserve.engine.core_runtime import SIDE_ROLLOUT, SIDE_SERVING, CoreRuntime, logger
 from vllm_coserve.memory.host import PoolEraser
-from vllm_coserve.memory.ledger import Owner, ServingLedger
+from vllm_coserve.memory.ledger import Owner, ServingLedger, nobody_holds
 from vllm_coserve.policy.admission import Grant, RolloutOffer, admit, idle_chunk_tokens
 from vllm_coserve.policy.feedback import SpendController
+from vllm_coserve.policy.latency import StepShape
 from vllm_coserve.policy.memory import (
     MemoryConfig,
     MemoryFacts,
@@ -69,6 +70,8 @@ class ServingRuntime(CoreRuntime):
         self._turn_since_step = False
         self._overlapped = False
         self._unheeded_ns = -1  # the rollout's heartbeat when it left a grant unused
+        self._scheduled: Any = None  # the step that is being sent, until it is read
+        self._ended: tuple[StepShape, int, int, int, bool] | None = None  # the step before, until it is noted
 
     def profile_step(self) -> Callable[[], Any]:
         return self.core.step_fn
@@ -87,6 +90,7 @@ class ServingRuntime(CoreRuntime):
     def on_idle(self) -> None:
         """Nothing to do: open the gate, unless something has come in meanwhile."""
         wants = self.block.get(Word.SERVING_WANTS)
+        self.after_send()
         self.between_steps()
         if self.gated and not self.gate.is_open and self.core.input_queue.empty():
             offer = self._offer()
@@ -174,22 +178,37 @@ class ServingRuntime(CoreRuntime):
         return ServingFacts(now_s, tuple(prefills), tuple(decodes), len(decodes), context, self._interruption_s)
 
     def after_schedule(self, scheduler_output: Any) -> None:
-        super().after_schedule(scheduler_output)
+        """The step goes to the worker: whatever can wait until it is there, does."""
+        self.after_send()  # where nobody has called it
+        self.clock.start_ns, self._scheduled = time.monotonic_ns(), scheduler_output
         self._turn_since_step = False
         self._overlapped = bool(self.block.get(Word.ROLLOUT_ACTIVE))
-        shape = self.clock.shape
-        if shape is not None and shape.prefill_tokens:
+
+    def after_send(self) -> None:
+        """The worker computes: note the step before, and what this one is."""
+        ended, self._ended = self._ended, None
+        if ended is not None:
+            shape, tokens, start_ns, end_ns, learn = ended
+            if learn:
+                self.clock.model.observe(shape, (end_ns - start_ns) / 1e9)
+            self.block.record_turn(self.who, start_ns, end_ns, tokens)
+            self.block.add(Word.SERVING_STEPS)
+            self.block.add(Word.SERVING_BUSY_NS, end_ns - start_ns)
+        scheduled, self._scheduled = self._scheduled, None
+        if scheduled is None:
+            return
+        self.clock.shape, self.clock.tokens = shape, _ = self.step_shape(scheduled)
+        if shape.prefill_tokens:
             prefill_s = self.clock.model.prefill_work_s(shape.prefill_tokens, shape.prefill_context_tokens)
             self._interruption_s += _INTERRUPTION_WEIGHT * (prefill_s - self._interruption_s)
 
     def after_device(self, scheduler_output: Any) -> None:
         """The worker has answered; the step's tokens go out next."""
-        learn = not (self._overlapped or self.block.get(Word.ROLLOUT_ACTIVE)) and self.gated
-        start_ns, end_ns = self.clock.ended(learn)
-        if self.clock.tokens:
-            self.block.record_turn(self.who, start_ns, end_ns, self.clock.tokens)
-            self.block.add(Word.SERVING_STEPS)
-            self.block.add(Word.SERVING_BUSY_NS, end_ns - start_ns)
+        start_ns, end_ns = self.clock.start_ns, time.monotonic_ns()
+        self.after_send()
+        if self.clock.shape is not None and self.clock.tokens:
+            learn = not (self._overlapped or self.block.get(Word.ROLLOUT_ACTIVE)) and self.gated
+            self._ended = self.clock.shape, self.clock.tokens, start_ns, end_ns, learn
         if self._rollout_has_requests():
             self._follow_requests(scheduler_output, end_ns / 1e9)
         elif self._decoding:
@@ -384,15 +403,3 @@ class ServingRuntime(CoreRuntime):
         block.ring(Bell.SUPERVISOR)
         block.ring(Bell.SERVING_CORE)
         logger.info("coserve: took %d pages back from rollout engine %d, which is gone", pages, dead)
-
-
-def nobody_holds(members_fd: int) -> bool:
-    """Whether no rollout process has the pool mapped: each holds a shared lock from before its first mapping."""
-    import fcntl
-
-    try:
-        fcntl.flock(members_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    fcntl.flock(members_fd, fcntl.LOCK_UN)
-    return True

@@ -17,15 +17,14 @@ from typing import Any
 from vllm_coserve.control.block import ControlBlock
 from vllm_coserve.control.words import Bell, Word
 from vllm_coserve.engine.checkpoint import difference, known_shapes, repack_embeddings
-from vllm_coserve.engine.relayed_weights import RelayedWeights
+from vllm_coserve.engine.relayed_weights import NEWER, Puller, RelayedWeights
+from vllm_coserve.weights.peers import stop_forwarding
 from vllm_coserve.weights.replica import Replica
 
 _FREED_FROM_BYTES = 64 << 10  # smaller parameters stay: some of them (scales) are in no checkpoint
 _SCHED_IDLE = getattr(os, "SCHED_IDLE", 5)
 _RELAYED: list[RelayedWeights] = []  # the weights in use, where they came from a relay
-_REPLICA, _REPLICA_LOCK = Replica(), threading.Lock()
-_PULLED: dict[int, tuple[RelayedWeights | None, str]] = {}  # by number of the pull: what came, why nothing did
-_LATEST_PULL: list[int] = []
+_PULLS: dict[int, int] = {}  # the puller's numbers by the engine core's; the last one only
 _SIZES = "coserve_weight_bytes"  # attribute of the model while its weights are freed
 
 
@@ -57,35 +56,32 @@ def run_job(worker: Any, number: int, kind: str, path: str) -> str:
         _publish(block, number)
 
 
-def begin_pull(worker: Any, number: int, url: str, key: str, version: int) -> None:
+def begin_pull(worker: Any, number: int, source: dict[str, Any]) -> None:
     """Begin to read weights from a relay, on a thread that gets the CPU while nobody else wants it.
 
     `Word.WEIGHTS_PULLED` is set to `number` when it has ended, well or not; the job "apply" tells which.
+
+    Args:
+        source: fields of `RelayedWeights`.
     """
     from vllm_coserve.engine.install import installed_block
 
     block, model = installed_block(), worker.vllm_config.model_config.model
-    _LATEST_PULL[:] = [number]
 
-    def run() -> None:
-        with contextlib.suppress(OSError):
-            os.sched_setscheduler(0, _SCHED_IDLE, os.sched_param(0))
-        source, wrong = RelayedWeights(url, key, version), ""
-        try:
-            with _REPLICA_LOCK:
-                if number != _LATEST_PULL[0]:  # given up for a newer one, whose copy this must not touch
-                    return
-                source.bring(_REPLICA, known_shapes(model))
-        except Exception as exc:  # recovery: whatever it is, the old weights stay in use and the caller is told
-            wrong = f"version {version} of {url} could not be read: {exc}"
-        if number != _LATEST_PULL[0]:  # given up for a newer one
-            return
-        _PULLED.clear()
-        _PULLED[number] = source, wrong
+    def ended(pull: int) -> None:
         block.set(Word.WEIGHTS_PULLED, number)
         block.ring(Bell.ROLLOUT_CORE)
 
-    threading.Thread(target=run, name="coserve-pull", daemon=True).start()
+    _PULLS.clear()
+    _PULLS[number] = _PULLER.begin(RelayedWeights(**source), known_shapes(model), ended)
+
+
+def _when_idle() -> None:
+    with contextlib.suppress(OSError):  # then it competes like any other thread
+        os.sched_setscheduler(0, _SCHED_IDLE, os.sched_param(0))
+
+
+_PULLER = Puller(Replica(), _when_idle)
 
 
 def _publish(block: ControlBlock, number: int) -> None:
@@ -98,8 +94,7 @@ def _run_when_idle(job: Callable[[], str]) -> str:
     result: list[str | BaseException] = []
 
     def run() -> None:
-        with contextlib.suppress(OSError):  # then it competes like any other thread
-            os.sched_setscheduler(0, _SCHED_IDLE, os.sched_param(0))
+        _when_idle()
         try:
             result.append(job())
         except BaseException as exc:  # recovery: raised again on the caller's thread
@@ -145,9 +140,10 @@ def _free(worker: Any) -> str:
         if "cpu_linear" in vars(module):  # a closure over the packed copy of the weight
             module.cpu_linear = None
     setattr(model, _SIZES, sizes)
-    if _REPLICA_LOCK.acquire(blocking=False):  # else a pull is under way, which needs it
-        _REPLICA.drop()
-        _REPLICA_LOCK.release()
+    if _PULLER.lock.acquire(blocking=False):  # else a pull is under way, which needs the copy
+        _PULLER.replica.drop()
+        stop_forwarding()
+        _PULLER.lock.release()
     gc.collect()
     _trim()
     return ""
@@ -164,28 +160,29 @@ def _restore(worker: Any) -> str:
         if not _RELAYED:
             _reload(worker)
             return ""
-        with _REPLICA_LOCK:
+        with _PULLER.lock:
             try:
-                _RELAYED[0].bring(_REPLICA, known_shapes(worker.vllm_config.model_config.model))
+                _RELAYED[0].bring(_PULLER.replica, known_shapes(worker.vllm_config.model_config.model))
             except Exception as exc:  # recovery: the relay ended with its RL job; those of the folder are still there
                 _RELAYED.clear()
                 _reload(worker)
                 return f"the weights in use before are not to be had any more ({exc})"
-            _reload(worker, weights_iterator=_REPLICA.tensors.items())
+            _reload(worker, weights_iterator=_PULLER.replica.tensors.items())
     return ""
 
 
 def _apply(worker: Any, number: int) -> str:
     """Use what was pulled. The old weights are nowhere else: an error in the middle ends the engine."""
-    source, wrong = _PULLED.pop(number, (None, "another update came in between"))
-    if wrong or source is None:
+    found = _PULLER.result(_PULLS.get(number, 0))
+    if found is None:
+        return NEWER
+    source, wrong = found
+    if wrong:
         return wrong
-    if number != _LATEST_PULL[0]:
-        return "another update came in between"
-    with _REPLICA_LOCK:  # nobody has it for long: the latest pull has ended, and older ones give up
-        if _REPLICA.version != source.version:
-            return "another update came in between"
-        _reload(worker, weights_iterator=_REPLICA.tensors.items())
+    with _PULLER.lock:  # nobody has it for long: the latest pull has ended, and older ones give up
+        if _PULLER.replica.version != source.version:
+            return NEWER
+        _reload(worker, weights_iterator=_PULLER.replica.tensors.items())
     _RELAYED[:] = [source]
     return ""
 

@@ -11,6 +11,7 @@ Serving never waits for the rollout here; the rollout is given pages, it does no
 
 from __future__ import annotations
 
+import fcntl
 import threading
 from collections.abc import Callable, Iterable
 from enum import IntEnum
@@ -125,3 +126,13 @@ def runs(sorted_numbers: Iterable[int]) -> list[tuple[int, int]]:
         else:
             out.append((n, 1))
     return out
+
+
+def nobody_holds(members_fd: int) -> bool:
+    """Whether no rollout process has the pool mapped: each holds a shared lock from before its first mapping."""
+    try:
+        fcntl.flock(members_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    fcntl.flock(members_fd, fcntl.LOCK_UN)
+    return True

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import struct
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -25,8 +25,9 @@ import torch
 import zstandard
 from blake3 import blake3
 
-from vllm_coserve.kernels import compact, digest, scatter
+from vllm_coserve.kernels import compact, digest, scatter, scatter_masked
 from vllm_coserve.weights import planes
+from vllm_coserve.weights.sharding import Region
 from vllm_coserve.weights.store import Buffer, CorruptError
 
 ALIGNMENT = 16  # of an encoded run in memory, so that its bits can be used where they are
@@ -86,34 +87,39 @@ def encode(
     return [header, _checksum(header, payload[:1] if _is_plain(kind, streams, payload) else payload), *payload]
 
 
-def apply(bits: torch.Tensor, encoded: Buffer) -> int:
-    """Bring a run of bits to the version that `encoded` describes, in place; returns the digest of the result.
+def apply(bits: torch.Tensor, encoded: Buffer) -> None:
+    """Bring a run of bits to the version that `encoded` describes, in place.
 
     Raises:
         CorruptError: `encoded` is damaged, of another run, or not a change of these bits; they are as they were.
     """
     try:
         run = _parse(bits, memoryview(encoded))
-        whole = run.kind is Kind.DENSE
-        new, positions, steps = (run.dense(bits), None, None) if whole else (None, *run.changes(bits))
+        if run.kind is Kind.DENSE:
+            new = run.dense(bits)
+            if digest(new) != run.digest:
+                raise CorruptError("the bits of a whole run are not those that were published")
+            bits.copy_(new)
+            return
+        undo = run.change(bits)
     except (ValueError, struct.error, zstandard.ZstdError) as exc:
         raise CorruptError(f"an encoded run makes no sense: {exc}") from None
-    if new is not None:
-        if digest(new) != run.digest:
-            raise CorruptError("the bits of a whole run are not those that were published")
-        bits.copy_(new)
-        return run.digest
-    scatter(bits, positions, steps)
     if digest(bits) != run.digest:
-        scatter(bits, positions, -steps)
+        undo()
         raise CorruptError("the change is one of other bits than those that are here")
-    return run.digest
 
 
 def bits_of(tensor: torch.Tensor) -> torch.Tensor:
     """A contiguous tensor as a flat run of integers, without a copy."""
     widths = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     return tensor.detach().reshape(-1).view(widths[tensor.element_size()])
+
+
+def part_of(tensor: torch.Tensor, region: Region) -> torch.Tensor:
+    """A region of a contiguous tensor, as a view."""
+    rows = tensor.shape[0] if tensor.dim() else 1
+    columns = tensor.numel() // rows if rows else 0
+    return tensor.reshape(rows, columns)[region.top : region.bottom, region.left : region.right]
 
 
 def _choose(changed: int, size: int) -> Kind:
@@ -170,24 +176,27 @@ class _Run:
             raise CorruptError("the streams of an encoded run do not fit")
         return _tensor(whole, bits)
 
-    def changes(self, bits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(positions, steps)"""
-        width, size = bits.element_size(), bits.numel()
-        streams = self.streams
+    def change(self, bits: torch.Tensor) -> Callable[[], None]:
+        """Make the change; returns what undoes it. Raises ValueError where it makes no sense; nothing was done then."""
         if self.kind is Kind.SAME:
-            positions = np.empty(0, np.int32)
-        elif self.kind is Kind.MASK:
-            positions = planes.from_mask(streams[0], self.changed)
-            streams = streams[1:]
+            return lambda: None
+        streams = self.streams
+        if self.kind is Kind.MASK:
+            where, streams, add = streams[0], streams[1:], scatter_masked
         else:
-            positions, last = planes.to_positions(streams[: self.gap_planes])
-            if last >= size:
+            (where, last), streams, add = (
+                planes.to_positions(streams[: self.gap_planes]),
+                streams[self.gap_planes :],
+                scatter,
+            )
+            if last >= bits.numel():
                 raise CorruptError("the gaps of an encoded run lead beyond its end")
-            streams = streams[self.gap_planes :]
-        steps = planes.to_steps(streams, width)
-        if not positions.size == steps.size == self.changed:
+        steps = planes.to_steps(streams, bits.element_size())
+        if steps.size != self.changed:
             raise CorruptError("the streams of an encoded run do not fit")
-        return _tensor(positions, bits), _tensor(steps, bits)
+        places, by = _tensor(where, bits), _tensor(steps, bits)
+        add(bits, places, by)
+        return lambda: add(bits, places, -by)
 
 
 def _tensor(array: np.ndarray, like: torch.Tensor) -> torch.Tensor:

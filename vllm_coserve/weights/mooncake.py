@@ -15,7 +15,9 @@ from collections.abc import Sequence
 from urllib.parse import urlsplit
 
 from vllm_coserve.weights.store import (
+    Arrived,
     Buffer,
+    Contents,
     GoneError,
     Manifest,
     RelayError,
@@ -86,8 +88,10 @@ class MooncakeStore:
         self._store.unregister_buffer(self._address)
         self._store.close()
 
-    def put_bucket(self, release: Release, name: str, parts: Sequence[Buffer]) -> None:
-        """See `RelayStore`."""
+    def put_bucket(
+        self, release: Release, name: str, parts: Sequence[Buffer], contents: Contents | None = None
+    ) -> None:
+        """See `RelayStore`; nothing is read before the release is complete."""
         self._put(self._key(release, name), parts)
 
     def put_manifest(self, release: Release, manifest: Manifest) -> None:
@@ -99,14 +103,18 @@ class MooncakeStore:
             raise RelayError(f"release {release} is there with another manifest")
         self._put(self._note(release), [str(release).encode()])
 
-    def releases(self, version: int) -> list[Release]:
-        """See `RelayStore`."""
+    def releases(self, version: int, begun: bool = False) -> list[Release]:
+        """See `RelayStore`; complete ones only."""
         found = []
         for kind in ("whole", "changes"):
             key = self._note_key(version, kind)
             if self._exists(key):
                 found.append(self._parse(bytes(self._get(key, _NOTE_BYTES)), version))
         return found
+
+    def arrived(self, release: Release, after: int, wait_s: float) -> Arrived:
+        """See `RelayStore`; a release is complete, or nothing of it has come."""
+        return Arrived(self.manifest(release).lineage, True)
 
     def manifest(self, release: Release) -> Manifest:
         """See `RelayStore`."""

@@ -50,18 +50,6 @@ def to_mask(positions: np.ndarray, size: int) -> np.ndarray:
     return mask
 
 
-def from_mask(mask: np.ndarray, count: int) -> np.ndarray:
-    """Positions of the bits that are set, int32.
-
-    Raises:
-        ValueError: there are more or less than `count`.
-    """
-    positions = np.empty(count, np.int32)
-    if _bits_set(mask, positions) != count:
-        raise ValueError(f"a mask has not the {count} elements that it should have")
-    return positions
-
-
 def _split(numbers: np.ndarray, count: int = 0) -> list[np.ndarray]:
     count = count or max(1, (int(numbers.max(initial=0)).bit_length() + 7) // 8)
     return [(numbers >> numbers.dtype.type(8 * i)).astype(np.uint8) for i in range(count)]
@@ -97,24 +85,6 @@ def _set_bits(positions, mask):
     for i in range(positions.size):
         at = np.uint32(positions[i])
         mask[at >> 3] |= np.uint8(1) << np.uint8(at & 7)
-
-
-@njit(nogil=True, cache=True)
-def _bits_set(mask, positions):
-    count = 0
-    for i in range(mask.size):
-        byte = np.uint32(mask[i])
-        while byte:
-            if count == positions.size:
-                return count + 1
-            low = byte & (~byte + np.uint32(1))
-            place = 0
-            while low >> np.uint32(place + 1):
-                place += 1
-            positions[count] = 8 * i + place
-            count += 1
-            byte ^= low
-    return count
 
 
 @njit(nogil=True, cache=True)

@@ -16,9 +16,18 @@ from functools import partial
 import torch
 from msgspec import structs
 
-from vllm_coserve.weights.codec import ALIGNMENT, bits_of, encode
+from vllm_coserve.weights.codec import ALIGNMENT, bits_of, encode, part_of
 from vllm_coserve.weights.sharding import Region, whole
-from vllm_coserve.weights.store import BucketEntry, Buffer, Manifest, PieceEntry, RelayError, RelayStore, Release
+from vllm_coserve.weights.store import (
+    BucketEntry,
+    Buffer,
+    Contents,
+    Manifest,
+    PieceEntry,
+    RelayError,
+    RelayStore,
+    Release,
+)
 
 BUCKET_BYTES = 64 << 20
 _PIECE_BYTES = 32 << 20  # of bits: what is encoded at once
@@ -35,8 +44,8 @@ Gather = Callable[[tuple[list[PieceEntry], list[BucketEntry]]], "Parts | None"]
 class Publisher:
     """Publishes the versions of one model, in ascending order. One thread uses an instance.
 
-    Several trainer ranks publish together when each has an instance with the regions that are its own, a rank, and a
-    `gather` that brings all ranks' parts to one of them, which completes the release.
+    Several trainer ranks publish together when each has an instance with the regions that are its own and a `gather`
+    that brings all ranks' parts to one of them, which completes the release.
     """
 
     def __init__(
@@ -46,7 +55,6 @@ class Publisher:
         bucket_bytes: int = BUCKET_BYTES,
         cut: Cut = lambda name, shape: [whole(shape)],
         encoder: Encoder = encode,
-        rank: int = 0,
         gather: Gather = lambda part: [part],
         agree: Callable[[bool], bool] = lambda well: well,
     ) -> None:
@@ -59,8 +67,7 @@ class Publisher:
             agree: gets whether something is so for a rank; waits for all ranks and returns whether it is for each.
         """
         self._store, self._whole_every, self._bucket_bytes = store, whole_every, bucket_bytes
-        self._cut, self._encode, self._rank, self._gather = cut, encoder, rank, gather
-        self._agree = agree
+        self._cut, self._encode, self._gather, self._agree = cut, encoder, gather, agree
         self._lineage = secrets.token_hex(8)
         self._tensors: dict[str, torch.Tensor] = {}  # as they were published last
         self._version: int | None = None  # None: nobody has what `_tensors` are
@@ -159,13 +166,17 @@ class Publisher:
         entries: list[PieceEntry] = []
         buckets: list[BucketEntry] = []
         bucket: list[Buffer] = []
-        filled = 0
+        filled = described = 0
+        # Names of this attempt alone: what an earlier one left, perhaps cut off in the middle, is never met.
+        attempt = f"{self._lineage}-{secrets.token_hex(4)}"
         with _sending() as sender, ThreadPoolExecutor(_ENCODERS, "coserve-encode") as pool:
             sent: deque[Future[None]] = deque()
 
             def send() -> None:
-                buckets.append(BucketEntry(self._bucket(len(buckets)), filled))
-                sent.append(sender.submit(self._store.put_bucket, release, buckets[-1].name, tuple(bucket)))
+                name = f"{attempt}-{len(buckets):05d}"
+                buckets.append(BucketEntry(name, filled))
+                contents = Contents(self._lineage, tuple(entries[described:]))
+                sent.append(sender.submit(self._store.put_bucket, release, name, tuple(bucket), contents))
                 bucket.clear()
                 if len(sent) > _SENT_AHEAD:
                     sent.popleft().result()
@@ -174,10 +185,10 @@ class Publisher:
                 nbytes = sum(len(part) for part in parts)
                 if bucket and filled + nbytes > self._bucket_bytes:
                     send()
-                    filled = 0
+                    filled, described = 0, len(entries)
                 if gap := -filled % ALIGNMENT:
                     bucket.append(bytes(gap))
-                place = {"bucket": self._bucket(len(buckets)), "offset": filled + gap, "nbytes": nbytes}
+                place = {"bucket": f"{attempt}-{len(buckets):05d}", "offset": filled + gap, "nbytes": nbytes}
                 entries.append(structs.replace(entry, **place))
                 bucket += parts
                 filled += gap + nbytes
@@ -198,16 +209,6 @@ class Publisher:
         encoded = self._encode(bits_of(before.contiguous()), bits_of(now.contiguous()))
         before.copy_(now)
         return encoded
-
-    def _bucket(self, number: int) -> str:
-        return f"{self._lineage}-{self._rank}-{number:05d}"  # no other publisher's, nor what is left of one that died
-
-
-def part_of(tensor: torch.Tensor, region: Region) -> torch.Tensor:
-    """A region of a contiguous tensor, as a view."""
-    rows = tensor.shape[0] if tensor.dim() else 1
-    columns = tensor.numel() // rows if rows else 0
-    return tensor.reshape(rows, columns)[region.top : region.bottom, region.left : region.right]
 
 
 @contextlib.contextmanager

@@ -3,49 +3,69 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import http.client
 import http.server
 import re
-import secrets
 import threading
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
 import msgspec
 
+from vllm_coserve.weights.bearer import Bearer
+from vllm_coserve.weights.peer_messages import Broadcast
 from vllm_coserve.weights.store import (
+    Arrived,
     Buffer,
+    Contents,
     CorruptError,
     GoneError,
     Manifest,
+    PieceEntry,
     RelayError,
     Release,
     pack_manifest,
     unpack_manifest,
 )
+from vllm_coserve.weights.tracker import Tracker
 
 _PATH = re.compile(r"/v1/releases/([a-z0-9-]{1,40})(?:/(manifest|buckets/([A-Za-z0-9._-]{1,64})))?\Z", re.ASCII)
+_ARRIVED = re.compile(r"/v1/releases/([a-z0-9-]{1,40})/arrived/(\d{1,9})/(\d{1,9})\Z", re.ASCII)  # after, wait in ms
+_CONTENTS = "Coserve-Contents-Bytes"  # at the end of a bucket's body
 _RANGE = re.compile(r"bytes=(\d{1,15})-(\d{1,15})\Z", re.ASCII)
 _WRONG = {404: GoneError, 416: CorruptError}  # a bucket that ends too early
 _SOCKET_BOUND_S = 30.0
 _TRIES, _RETRY_S = 4, 0.2
 _CHUNK_BYTES = 1 << 20
 _END_POLL_S = 0.05
+_LONG_POLL_S = 10.0
+_POST_MAX_BYTES = 8 << 20
 
 
 class Relay:
     """Serves versions until `close`. Use as a context manager."""
 
-    def __init__(self, host: str = "127.0.0.1", port: int = 0, key: str = "", memory_bytes: int = 64 << 30) -> None:
-        """`key`: what clients must show, if not empty. Raises OSError where the port is taken."""
-        self._buckets: dict[Release, dict[str, bytes]] = {}
-        self._manifests: dict[Release, bytes] = {}
-        self._lock = threading.Lock()
-        self._digest = hashlib.sha256(key.encode()).digest() if key else b""
+    def __init__(
+        self,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        key: str = "",
+        memory_bytes: int = 64 << 30,
+        broadcast: Broadcast | None = None,
+    ) -> None:
+        """Raises OSError where the port is taken.
+
+        Args:
+            key: what clients must show, if not empty.
+            broadcast: workers forward what they read, as this says; None: all read from here.
+        """
+        self.tracker = Tracker(broadcast, self._bucket) if broadcast else None
+        self._held: dict[Release, _Held] = {}
+        self._changed = threading.Condition()
+        self._bearer = Bearer(key)
         self._memory_bytes = memory_bytes
         handler = type("Handler", (_Handler,), {"relay": self})
         self._server = http.server.ThreadingHTTPServer((host, port), handler)
@@ -67,27 +87,35 @@ class Relay:
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
-        self._buckets.clear()
-        self._manifests.clear()
+        self._held.clear()
 
     # ---- what requests do; each returns (status, body)
 
     def allows(self, authorization: str) -> bool:
         """Whether a client shows the key."""
-        scheme, _, token = authorization.partition(" ")
-        shown = hashlib.sha256(token.strip().encode("utf-8", "surrogateescape")).digest()
-        return not self._digest or (secrets.compare_digest(shown, self._digest) and scheme.lower() == "bearer")
+        return self._bearer.allows(authorization)
 
     def room_for(self, nbytes: int) -> bool:
         """Whether so much more may be held."""
-        with self._lock:
-            held = sum(len(data) for buckets in self._buckets.values() for data in buckets.values())
+        with self._changed:
+            held = sum(len(data) for kept in self._held.values() for data in kept.buckets.values())
         return held + nbytes <= self._memory_bytes
 
-    def put_bucket(self, release: Release, name: str, data: bytes) -> tuple[int, bytes]:
+    def put_bucket(self, release: Release, name: str, data: bytes, contents: bytes) -> tuple[int, bytes]:
         """Buckets are immutable."""
-        with self._lock:
-            old = self._buckets.setdefault(release, {}).setdefault(name, data)
+        try:
+            described = msgspec.json.decode(contents, type=Contents) if contents else None
+        except msgspec.DecodeError as exc:
+            return 400, f"these are no contents of a bucket: {exc}".encode()
+        with self._changed:
+            kept = self._held.setdefault(release, _Held())
+            old = kept.buckets.setdefault(name, data)
+            if old is data and described is not None:
+                kept.lineage = described.lineage
+                kept.contents.append(described.pieces)
+                self._changed.notify_all()
+        if self.tracker is not None:
+            self.tracker.prepare(release, name)
         return (201, b"") if old is data or old == data else (409, b"the bucket is there with other content")
 
     def put_manifest(self, release: Release, data: bytes) -> tuple[int, bytes]:
@@ -96,35 +124,67 @@ class Relay:
             manifest = unpack_manifest(data)
         except CorruptError as exc:
             return 400, str(exc).encode()
-        with self._lock:
-            buckets = dict(self._buckets.get(release, {}))
-        for bucket in manifest.buckets:
-            got = buckets.get(bucket.name)
-            if got is None or len(got) != bucket.nbytes:
-                return 409, f"bucket {bucket.name} is not there, or is another one".encode()
         if manifest.release != str(release):
             return 409, b"the manifest is of another release"
-        with self._lock:
-            old = self._manifests.setdefault(release, data)
-        return (201, b"") if old == data else (409, b"the release is there with another manifest")
+        with self._changed:
+            kept = self._held.get(release, _Held())
+            for bucket in manifest.buckets:
+                got = kept.buckets.get(bucket.name)
+                if got is None or len(got) != bucket.nbytes:
+                    return 409, f"bucket {bucket.name} is not there, or is another one".encode()
+            kept = self._held.setdefault(release, kept)
+            kept.manifest, kept.lineage = kept.manifest or data, manifest.lineage
+            self._changed.notify_all()
+            return (201, b"") if kept.manifest == data else (409, b"the release is there with another manifest")
 
     def get(self, release: Release, what: str, name: str) -> bytes | None:
-        """A manifest or bucket of a complete release."""
-        with self._lock:
-            if release not in self._manifests:
-                return None
-            return self._manifests[release] if what == "manifest" else self._buckets[release].get(name)
+        """The manifest of a complete release, or a bucket of any."""
+        with self._changed:
+            kept = self._held.get(release, _Held())
+            return kept.manifest if what == "manifest" else kept.buckets.get(name)
 
-    def releases(self) -> list[str]:
-        """Complete ones."""
-        with self._lock:
-            return [str(r) for r in self._manifests]
+    def arrived(self, release: Release, after: int, wait_s: float) -> Arrived | None:
+        """See `RelayStore`; None: nothing of it."""
+
+        def news() -> bool:
+            kept = self._held.get(release)
+            return kept is None or kept.manifest is not None or len(kept.contents) > after
+
+        with self._changed:
+            self._changed.wait_for(news, min(wait_s, _LONG_POLL_S))
+            kept = self._held.get(release)
+            if kept is None:
+                return None
+            if kept.manifest is not None:
+                return Arrived(kept.lineage, True)
+            pieces = tuple(piece for pieces in kept.contents[after:] for piece in pieces)
+            return Arrived(kept.lineage, False, len(kept.contents), pieces)
+
+    def releases(self, begun: bool) -> list[str]:
+        """Complete ones, or all."""
+        with self._changed:
+            return [str(r) for r, kept in self._held.items() if begun or kept.manifest is not None]
 
     def delete(self, release: Release) -> None:
         """Forget a release."""
-        with self._lock:
-            self._manifests.pop(release, None)
-            self._buckets.pop(release, None)
+        with self._changed:
+            self._held.pop(release, None)
+            self._changed.notify_all()
+        if self.tracker is not None:
+            self.tracker.forget(release)
+
+    def _bucket(self, release: Release, name: str) -> bytes | None:
+        return self.get(release, "bucket", name)
+
+
+@dataclass(slots=True)
+class _Held:
+    """What there is of a release."""
+
+    buckets: dict[str, bytes] = field(default_factory=dict)
+    contents: list[tuple[PieceEntry, ...]] = field(default_factory=list)  # of buckets in the order of their coming
+    lineage: str = ""
+    manifest: bytes | None = None  # None: not complete
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):
@@ -142,11 +202,14 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         """Say nothing."""
 
     def do_GET(self) -> None:
+        if self.path == "/v1/begun" or _ARRIVED.match(self.path):
+            self._tell()
+            return
         found = self._find()
         if found is None:
             return
         if found == "releases":
-            self._answer(200, msgspec.json.encode(self.relay.releases()))
+            self._answer(200, msgspec.json.encode(self.relay.releases(begun=False)))
             return
         release, what, name = found
         data = self.relay.get(release, what, name)
@@ -163,6 +226,20 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             return
         self._answer(206, memoryview(data)[start : last + 1])
 
+    def _tell(self) -> None:
+        """What there is of releases that need not be complete."""
+        if not self._is_allowed():
+            return
+        match = _ARRIVED.match(self.path)
+        if match is None:
+            self._answer(200, msgspec.json.encode(self.relay.releases(begun=True)))
+            return
+        try:
+            arrived = self.relay.arrived(Release.parse(match[1]), int(match[2]), int(match[3]) / 1000)
+        except ValueError:
+            arrived = None
+        self._answer(*(200, msgspec.json.encode(arrived)) if arrived else (404, b"nothing of that release is here"))
+
     def do_PUT(self) -> None:
         found = self._find()
         if found is None:
@@ -176,15 +253,32 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self._skip(int(length))
             self._answer(507, b"the relay is full: delete old versions")
             return
-        data = self.rfile.read(int(length))
-        if len(data) != int(length):
+        tail = self.headers.get(_CONTENTS, "0")
+        size = int(length) - int(tail) if tail.isdigit() else -1
+        if size < 0:
+            self.close_connection = True
+            self._answer(400, b"a bucket is shorter than the description of its contents")
+            return
+        data, contents = self.rfile.read(size), self.rfile.read(int(tail))
+        if len(data) + len(contents) != int(length):
             self.close_connection = True
             return
         release, what, name = found
-        put = (
-            self.relay.put_manifest(release, data) if what == "manifest" else self.relay.put_bucket(release, name, data)
-        )
-        self._answer(*put)
+        if what == "manifest":
+            self._answer(*self.relay.put_manifest(release, data + contents))
+        else:
+            self._answer(*self.relay.put_bucket(release, name, data, contents))
+
+    def do_POST(self) -> None:
+        """What workers that forward to each other tell and ask."""
+        if not self._is_allowed():
+            return
+        tracker, length = self.relay.tracker, self.headers.get("Content-Length", "")
+        if tracker is None or not length.isdigit() or int(length) > _POST_MAX_BYTES:
+            self.close_connection = True
+            self._answer(404, b"this relay has nobody forward")
+            return
+        self._answer(*tracker.answer(self.path, self.rfile.read(int(length)), self.client_address[0]))
 
     def do_DELETE(self) -> None:
         found = self._find()
@@ -203,9 +297,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
     def _find(self) -> tuple[Release, str, str] | str | None:
         """(release, "manifest" or "bucket" or "", bucket); None: the answer has been given."""
-        if not self.relay.allows(self.headers.get("Authorization", "")):
-            self.close_connection = True
-            self._answer(401, b"give the relay's key as `Authorization: Bearer KEY`")
+        if not self._is_allowed():
             return None
         if self.path == "/v1/releases":
             return "releases"
@@ -221,6 +313,14 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self._answer(404, str(exc).encode())
             return None
         return release, (match[2] or "").partition("/")[0].removesuffix("s"), match[3] or ""
+
+    def _is_allowed(self) -> bool:
+        """False: the answer has been given."""
+        if self.relay.allows(self.headers.get("Authorization", "")):
+            return True
+        self.close_connection = True
+        self._answer(401, b"give the relay's key as `Authorization: Bearer KEY`")
+        return False
 
     def _answer(self, status: int, body: bytes | memoryview) -> None:
         self.send_response(status)
@@ -247,23 +347,33 @@ class RelayClient:
             self._connection.close()
             self._connection = None
 
-    def put_bucket(self, release: Release, name: str, parts: Sequence[Buffer]) -> None:
+    def put_bucket(
+        self, release: Release, name: str, parts: Sequence[Buffer], contents: Contents | None = None
+    ) -> None:
         """See `RelayStore`."""
-        self._call("PUT", f"/v1/releases/{release}/buckets/{name}", parts)
+        tail = msgspec.json.encode(contents) if contents is not None else b""
+        self._call("PUT", f"/v1/releases/{release}/buckets/{name}", [*parts, tail], {_CONTENTS: str(len(tail))})
 
     def put_manifest(self, release: Release, manifest: Manifest) -> None:
         """See `RelayStore`."""
         self._call("PUT", f"/v1/releases/{release}/manifest", [pack_manifest(manifest)])
 
-    def releases(self, version: int) -> list[Release]:
+    def releases(self, version: int, begun: bool = False) -> list[Release]:
         """See `RelayStore`."""
-        return sorted((r for r in self._all() if r.version == version), key=lambda r: r.base is not None)
-
-    def _all(self) -> list[Release]:
+        data = self._call("GET", "/v1/begun" if begun else "/v1/releases")
         try:
-            return [Release.parse(r) for r in msgspec.json.decode(self._call("GET", "/v1/releases"), type=list[str])]
+            found = [Release.parse(r) for r in msgspec.json.decode(data, type=list[str])]
         except (msgspec.DecodeError, ValueError) as exc:
             raise RelayError(f"the relay's list of releases cannot be read: {exc}") from None
+        return sorted((r for r in found if r.version == version), key=lambda r: r.base is not None)
+
+    def arrived(self, release: Release, after: int, wait_s: float) -> Arrived:
+        """See `RelayStore`."""
+        data = self._call("GET", f"/v1/releases/{release}/arrived/{after}/{int(1000 * wait_s)}")
+        try:
+            return msgspec.json.decode(data, type=Arrived)
+        except msgspec.DecodeError as exc:
+            raise RelayError(f"what has come of release {release} cannot be read: {exc}") from None
 
     def manifest(self, release: Release) -> Manifest:
         """See `RelayStore`."""
@@ -284,14 +394,19 @@ class RelayClient:
         return all(release in self.releases(release.version) for release in releases)
 
     def _call(
-        self, method: str, path: str, body: Sequence[Buffer] = (), wanted: tuple[int, int] | None = None
+        self,
+        method: str,
+        path: str,
+        body: Sequence[Buffer] = (),
+        headers: Mapping[str, str] | None = None,
+        wanted: tuple[int, int] | None = None,
     ) -> bytearray:
         answer = _Answer(bytearray(wanted[1] - wanted[0] if wanted else 0))
         fruitless = 0
         while True:
             before = answer.have
             try:
-                self._once(method, path, body, wanted, answer)
+                self._once(method, path, body, dict(headers or {}), wanted, answer)
                 return answer.data
             except (OSError, http.client.HTTPException) as exc:
                 self.close()
@@ -301,11 +416,17 @@ class RelayClient:
                 time.sleep(_RETRY_S * 2**fruitless)
 
     def _once(
-        self, method: str, path: str, body: Sequence[Buffer], wanted: tuple[int, int] | None, answer: _Answer
+        self,
+        method: str,
+        path: str,
+        body: Sequence[Buffer],
+        headers: dict[str, str],
+        wanted: tuple[int, int] | None,
+        answer: _Answer,
     ) -> None:
         if self._connection is None:
             self._connection = http.client.HTTPConnection(self._host, self._port, timeout=_SOCKET_BOUND_S)
-        headers = dict(self._headers)
+        headers |= self._headers
         if body:
             headers["Content-Length"] = str(sum(len(part) for part in body))
         if wanted is not None:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 
-from vllm_coserve.weights.codec import ALIGNMENT, apply, bits_of
-from vllm_coserve.weights.publisher import part_of
+from vllm_coserve.weights.codec import ALIGNMENT, apply, bits_of, part_of
 from vllm_coserve.weights.sharding import whole
-from vllm_coserve.weights.store import CorruptError, GoneError, Manifest, PieceEntry, RelayStore, Release
+from vllm_coserve.weights.store import CorruptError, GoneError, Manifest, PieceEntry, RelayError, RelayStore, Release
+
+_POLL_S = 0.05
+_EARLY_BYTES = 4 << 30  # read before a release is complete, and kept until it is
 
 Accept = Callable[[Mapping[str, list[int]]], None]
 
@@ -22,64 +25,75 @@ class Replica:
     memory that nobody writes to is none.
     """
 
-    def __init__(self, wants: Callable[[PieceEntry], bool] = lambda piece: True) -> None:
+    def __init__(
+        self, wants: Callable[[PieceEntry], bool] = lambda piece: True, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         """`wants`: whether some of a piece is needed."""
-        self._wants = wants
+        self._wants, self._clock = wants, clock
         self.tensors: dict[str, torch.Tensor] = {}
         self.version: int | None = None
         self._lineage = ""
 
-    def advance(self, store: RelayStore, version: int, accept: Accept) -> list[Release]:
+    def advance(self, store: RelayStore, version: int, accept: Accept, wait_s: float = 0.0) -> list[Release]:
         """Bring it to a version, by changes where they lead there, else from a whole one; returns what was taken.
 
         Args:
             accept: gets names and shapes before anything is changed; raises to refuse them.
+            wait_s: for a version that is not complete. Changes are read as they come to the relay meanwhile.
 
         Raises:
             CorruptError: what the relay has is not what was published.
             RelayError: it has no such version, or cannot be reached.
         """
+        until_s = self._clock() + wait_s
+        while not (ways := store.releases(version, begun=wait_s > 0)) and self._clock() < until_s:
+            time.sleep(_POLL_S)
         # Versions of another publisher are other weights, whatever their numbers.
-        ways = store.releases(version)
-        ours = bool(ways) and store.manifest(ways[-1]).lineage == self._lineage
-        path = self._path(store, version, self.version if ours else None)
+        ours = bool(ways) and store.arrived(ways[-1], 0, 0).lineage == self._lineage
+        path = self._path(store, version, self.version if ours else None, ways)
         try:
-            return [self._take(store, release, accept) for release in path]
+            return [self._take(store, release, accept, until_s) for release in path]
         except (CorruptError, GoneError):
             if path[0].base is None:
                 raise
         # The copy is damaged, or what leads to the version, or that is gone: start from a whole one.
-        return [self._take(store, release, accept) for release in self._path(store, version, None)]
+        ways = store.releases(version)
+        return [self._take(store, release, accept, until_s) for release in self._path(store, version, None, ways)]
 
     def drop(self) -> None:
         """Forget everything."""
         self.tensors, self.version = {}, None
 
-    def _path(self, store: RelayStore, version: int, have: int | None) -> list[Release]:
-        """Changes from the version that is there, else a whole one and changes from that."""
+    def _path(self, store: RelayStore, version: int, have: int | None, ways: Sequence[Release]) -> list[Release]:
+        """Changes from the version that is there, else a whole one and changes from that.
+
+        `ways` lead to the version, and may be incomplete; what leads to earlier ones may not.
+        """
         path: list[Release] = []
-        at = version
+        at, to_there = version, ways
         while at != have:
-            ways = [r for r in store.releases(at) if r.base is None or r.base < at]
+            to_there = [r for r in to_there if r.base is None or r.base < at]
             if have is not None:
-                ways.reverse()  # changes before whole ones
-            if not ways:
+                to_there.reverse()  # changes before whole ones
+            if not to_there:
                 break
-            path.insert(0, ways[0])
-            if ways[0].base is None:
+            path.insert(0, to_there[0])
+            if to_there[0].base is None:
                 return path
-            at = ways[0].base
+            at = to_there[0].base
+            to_there = store.releases(at)
         else:
             return path
         if have is not None:
-            return self._path(store, version, None)
+            return self._path(store, version, None, ways)
         raise GoneError(f"the relay has no version {version}, or not what leads to it: 404")
 
-    def _take(self, store: RelayStore, release: Release, accept: Accept) -> Release:
+    def _take(self, store: RelayStore, release: Release, accept: Accept, until_s: float) -> Release:
+        early = self._await(store, release, until_s)
         manifest = store.manifest(release)
         accept({piece.name: list(piece.shape) for piece in manifest.pieces})
         _check(manifest, release)
-        wanted = sorted(filter(self._wants, manifest.pieces), key=lambda piece: (piece.bucket, piece.offset))
+        wanted = [piece for piece in manifest.pieces if piece not in early and self._wants(piece)]
         encoded: Iterable[tuple[PieceEntry, memoryview]] = _read(store, release, wanted)
         if release.base is None:
             self._lineage = manifest.lineage
@@ -88,7 +102,9 @@ class Replica:
         elif manifest.lineage != self._lineage:
             raise CorruptError(f"release {release} is of other weights")
         else:
-            encoded = list(encoded)  # small, and all there before the first bit is changed
+            known = set(manifest.pieces)
+            # Small, and all there before the first bit is changed.
+            encoded = [*((piece, data) for piece, data in early.items() if piece in known), *encoded]
         self.version = None
         for piece, data in encoded:
             part = self._part(piece, release)
@@ -101,6 +117,21 @@ class Replica:
                 part.copy_(run)
         self.version = release.version
         return release
+
+    def _await(self, store: RelayStore, release: Release, until_s: float) -> dict[PieceEntry, memoryview]:
+        """Until a release is complete; returns what has been read of its changes meanwhile."""
+        early: dict[PieceEntry, memoryview] = {}
+        count = nbytes = 0
+        while not (arrived := store.arrived(release, count, max(0.0, until_s - self._clock()))).complete:
+            if self._clock() > until_s:
+                raise RelayError(f"release {release} was not completed in time")
+            count = arrived.buckets
+            if release.base is None or arrived.lineage != self._lineage or nbytes > _EARLY_BYTES:
+                continue
+            for piece, data in _read(store, release, filter(self._wants, arrived.pieces)):
+                early[piece] = data
+                nbytes += len(data)
+        return early
 
     def _part(self, piece: PieceEntry, release: Release) -> torch.Tensor:
         """The region of a tensor that a piece is of."""
@@ -115,9 +146,10 @@ class Replica:
         return part_of(have, piece.region)
 
 
-def _read(store: RelayStore, release: Release, pieces: Sequence[PieceEntry]) -> Iterator[tuple[PieceEntry, memoryview]]:
+def _read(store: RelayStore, release: Release, pieces: Iterable[PieceEntry]) -> Iterator[tuple[PieceEntry, memoryview]]:
     """Encoded pieces, those that lie side by side in one read. Each has a checksum of its own."""
-    for _, group in itertools.groupby(_runs(pieces), key=lambda item: item[0]):
+    in_order = sorted(pieces, key=lambda piece: (piece.bucket, piece.offset))
+    for _, group in itertools.groupby(_runs(in_order), key=lambda item: item[0]):
         run = [piece for _, piece in group]
         start, end = run[0].offset, run[-1].offset + run[-1].nbytes
         data = memoryview(store.get_range(release, run[0].bucket, start, end))

@@ -78,6 +78,22 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     format: int = 2
 
 
+class Contents(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What is in a bucket, for readers that do not wait for the manifest."""
+
+    lineage: str
+    pieces: tuple[PieceEntry, ...]
+
+
+class Arrived(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How far a release has come."""
+
+    lineage: str
+    complete: bool  # the manifest is there
+    buckets: int = 0  # that have come, if it is not complete
+    pieces: tuple[PieceEntry, ...] = ()  # in those that the reader did not know of, if it is not complete
+
+
 class RelayStore(Protocol):
     """A place for releases that a trainer fills and engines read. All methods raise RelayError, and are bounded."""
 
@@ -85,16 +101,25 @@ class RelayStore(Protocol):
         """Leave it."""
         ...
 
-    def put_bucket(self, release: Release, name: str, parts: Sequence[Buffer]) -> None:
-        """Put a bucket, parts one after the other; again with the same content: nothing happens."""
+    def put_bucket(
+        self, release: Release, name: str, parts: Sequence[Buffer], contents: Contents | None = None
+    ) -> None:
+        """Put a bucket, parts one after the other; again with the same content: nothing happens.
+
+        `contents` is for those that read it before the release is complete.
+        """
         ...
 
     def put_manifest(self, release: Release, manifest: Manifest) -> None:
         """Complete a release; its buckets must be there."""
         ...
 
-    def releases(self, version: int) -> list[Release]:
-        """Complete ones that make a version: the whole one first, then changes."""
+    def releases(self, version: int, begun: bool = False) -> list[Release]:
+        """Those that make a version, the whole one first, then changes; `begun`: also those that are not complete."""
+        ...
+
+    def arrived(self, release: Release, after: int, wait_s: float) -> Arrived:
+        """What has come behind the first `after` buckets; waits that long for more while there is nothing."""
         ...
 
     def manifest(self, release: Release) -> Manifest:

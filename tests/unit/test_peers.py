@@ -1,0 +1,522 @@
+"""Workers that forward weights to each other, over real sockets: bit for bit, whatever dies, stalls, lacks or lies."""
+
+from __future__ import annotations
+
+import http.client
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import msgspec
+import pytest
+
+from tests.unit.tcp_proxy import Bucket, TcpProxy
+from vllm_coserve.weights import forwarder as forwarder_module
+from vllm_coserve.weights import peer_sources, peers
+from vllm_coserve.weights.forwarder import Forwarder, Frame
+from vllm_coserve.weights.peer_messages import (
+    RELAY,
+    Broadcast,
+    DigestAnswer,
+    DigestQuery,
+    Grid,
+    Heard,
+    PeerAdvice,
+    PeerReport,
+    digests,
+)
+from vllm_coserve.weights.peers import Peer, PeerClient, open_reader
+from vllm_coserve.weights.relay import Relay, RelayClient
+from vllm_coserve.weights.store import BucketEntry, CorruptError, Manifest, RelayError, Release
+from vllm_coserve.weights.tracker import SILENT_S, Tracker
+
+_KEY = "relay-key"
+_CHUNK = 4096
+_FAST = Broadcast(1e9, _CHUNK, 1 << 24)
+_SEVEN = Release(7)
+
+
+@pytest.fixture(autouse=True)
+def _short_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forwarder_module, "WAIT_FRAME_S", 0.05)
+    monkeypatch.setattr(forwarder_module, "_WAIT_BOUND_S", 3.0)
+    monkeypatch.setattr(peer_sources, "SILENCE_BOUND_S", 0.4)
+    monkeypatch.setattr(peer_sources, "RELAY_SILENCE_BOUND_S", 1.0)
+    monkeypatch.setattr(peer_sources, "_JUDGED_S", 0.3)
+    monkeypatch.setattr(peers, "_RETRY_S", 0.02)
+    monkeypatch.setattr(peers, "_FIRST_REPORT_S", 0.05)
+
+
+@dataclass
+class World:
+    """A relay with one release behind a proxy that counts what it sends."""
+
+    relay: Relay
+    front: TcpProxy
+    data: dict[str, bytes]
+    peers: list[Peer] = field(default_factory=list)
+
+    def worker(self, worker_id: str = "", shard: str = "") -> PeerClient:
+        peer = Peer(self.front.url, _KEY)
+        peer.worker_id = worker_id or peer.worker_id
+        self.peers.append(peer)
+        return PeerClient(peer, shard)
+
+    def read(self, client: PeerClient) -> dict[str, bytes]:
+        """All of the release, as a copy of the weights reads it."""
+        manifest = client.manifest(_SEVEN)
+        return {b.name: bytes(client.get_range(_SEVEN, b.name, 0, b.nbytes)) for b in manifest.buckets}
+
+    def chains(self) -> tuple[tuple[str, ...], ...]:
+        return self.relay.tracker.chains("7")
+
+
+def _world(link: Bucket | None = None, broadcast: Broadcast | None = _FAST, nbytes: int = 600_000) -> World:
+    relay = Relay(key=_KEY, broadcast=broadcast)
+    data = {name: random.Random(name).randbytes(nbytes + 7 * i) for i, name in enumerate(("b0", "b1", "b2"))}
+    publisher = RelayClient(relay.url, _KEY)
+    for name, content in data.items():
+        publisher.put_bucket(_SEVEN, name, [content])
+    entries = tuple(BucketEntry(name, len(content)) for name, content in data.items())
+    publisher.put_manifest(_SEVEN, Manifest("7", "l", (), entries))
+    publisher.close()
+    return World(relay, TcpProxy(relay.url, link), data)
+
+
+@pytest.fixture
+def make() -> Iterator[Callable[..., World]]:
+    worlds: list[World] = []
+
+    def begin(*args: object, **more: object) -> World:
+        worlds.append(_world(*args, **more))
+        return worlds[-1]
+
+    yield begin
+    for world in worlds:
+        for peer in world.peers:
+            peer.close()
+        world.front.close()
+        world.relay.close()
+
+
+class Reading(threading.Thread):
+    """A worker that reads all, then leaves but forwards on."""
+
+    def __init__(self, world: World, client: PeerClient) -> None:
+        super().__init__(daemon=True)
+        self._world, self.client = world, client
+        self.result: dict[str, bytes] | Exception | None = None
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self.result = self._world.read(self.client)
+        except Exception as exc:
+            self.result = exc
+        finally:
+            self.client.close()
+
+    def get(self) -> dict[str, bytes]:
+        self.join(30)
+        assert not self.is_alive(), "it hangs"
+        if isinstance(self.result, Exception):
+            raise self.result
+        return self.result
+
+
+def _through(peer: Peer, **faults: object) -> TcpProxy:
+    """Have others reach a worker's forwarder through a proxy."""
+    forwarder = peer.serve(_FAST.memory_bytes)
+    proxy = TcpProxy(forwarder.url, **faults)
+    forwarder.url = proxy.url
+    return proxy
+
+
+def _until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+# ---- chains
+
+
+def test_four_workers_get_it_bit_for_bit_while_the_relay_sends_it_about_once(make) -> None:
+    world = make(Bucket(2e6))
+    readings = [Reading(world, world.worker()) for _ in range(4)]
+    assert all(reading.get() == world.data for reading in readings)
+    total = sum(map(len, world.data.values()))
+    assert total <= world.front.sent_bytes < 1.35 * total
+    (chain,) = world.chains()
+    assert len(chain) == 4
+
+
+def test_one_that_comes_later_reads_from_who_has_it(make) -> None:
+    world = make()
+    assert Reading(world, world.worker("a")).get() == world.data
+    before = world.front.sent_bytes
+    assert Reading(world, world.worker("b")).get() == world.data
+    assert world.front.sent_bytes - before < 30_000  # manifest, digests, advice
+
+
+def test_without_the_offer_all_is_as_before(make) -> None:
+    world = make(broadcast=None)
+    client = world.worker()
+    assert Reading(world, client).get() == world.data
+    assert client._peer.forwarder is None and not client._offered
+
+
+def test_parts_of_tensors_are_read_as_they_are_wanted(make) -> None:
+    world = make()
+    first, second = world.worker("a", "tp0"), world.worker("b", "tp1")
+    wanted = [("b0", 5, 9), ("b0", 100, 50_000), ("b1", 8_191, 8_193), ("b1", 599_990, 600_007), ("b2", 0, 600_014)]
+    for client in (first, second):
+        client.manifest(_SEVEN)
+        for name, start, end in wanted:
+            assert bytes(client.get_range(_SEVEN, name, start, end)) == world.data[name][start:end]
+        assert bytes(client.get_range(_SEVEN, "b0", 3, 3)) == b""
+        with pytest.raises(RelayError, match="416"):
+            client.get_range(_SEVEN, "b0", 0, 600_001)
+    # Who reads other parts stands in another chain.
+    assert world.relay.tracker.chains("7", "tp0") == (("a",),) and world.relay.tracker.chains("7", "tp1") == (("b",),)
+    first.close()
+    second.close()
+
+
+def test_a_peer_that_lacks_a_part_says_so_at_once(make) -> None:
+    world = make()
+    first, second = world.worker("a"), world.worker("b")
+    first.manifest(_SEVEN)
+    first.get_range(_SEVEN, "b1", 0, 300_000)
+    second.manifest(_SEVEN)
+    begun = time.monotonic()
+    assert second.get_range(_SEVEN, "b0", 0, 600_000) == world.data["b0"]  # the first one has read beyond
+    assert second.get_range(_SEVEN, "b1", 0, 600_007) == world.data["b1"]
+    assert time.monotonic() - begun < 1.0
+    first.close()
+    second.close()
+
+
+# ---- faults
+
+
+def test_successors_of_one_that_dies_in_the_middle_go_on_by_themselves(make) -> None:
+    world = make(Bucket(3e6), Broadcast(3e6, _CHUNK, 1 << 24))
+    clients = [world.worker(name) for name in "abcd"]
+    dying = _through(clients[1]._peer)
+    readings = [Reading(world, client) for client in clients]
+    _until(lambda: dying.sent_bytes > 200_000)
+    dying.close()
+    clients[1]._peer.forwarder.close()
+    for reading in (readings[0], *readings[2:]):
+        assert reading.get() == world.data
+    total = sum(map(len, world.data.values()))
+    assert world.front.sent_bytes < 2.2 * total
+    assert "b" not in world.chains()[0][:-1]  # it still reads itself, at the end
+
+
+def test_a_corrupt_peer_is_seen_reported_and_not_used_again(make) -> None:
+    world = make(Bucket(3e6))
+    clients = [world.worker(name) for name in "abc"]
+    _through(clients[0]._peer).flip_at = 150_000
+    readings = [Reading(world, client) for client in clients]
+    assert all(reading.get() == world.data for reading in readings)
+    url = clients[0]._peer.forwarder.url
+    finders = [client._peer for client in clients[1:] if url in client._peer.corrupt]
+    assert len(finders) == 1
+    late = world.worker("d")
+    assert Reading(world, late).get() == world.data
+    assert url not in {s for s in late._sources if s} and url not in late._sources
+
+
+def test_a_stalled_peer_is_left_and_reading_goes_on_at_the_byte_where_it_was(make) -> None:
+    world = make()
+    assert Reading(world, world.worker("a")).get() == world.data
+    stalling = _through(world.peers[0])
+    client = world.worker("b")
+    stalled_at = 260_123
+    count = stalling._count
+
+    def stall(part: bytes) -> bytes:
+        stalling.stalled = stalling.stalled or stalling.sent_bytes + len(part) > stalled_at
+        return count(part)
+
+    stalling._count = stall
+    world.relay.tracker._workers["a"].address = stalling.url
+    before, begun = world.front.sent_bytes, time.monotonic()
+    assert Reading(world, client).get() == world.data
+    total = sum(map(len, world.data.values()))
+    assert time.monotonic() - begun < 5
+    assert world.front.sent_bytes - before < total - stalled_at + 60_000
+    stalling.close()
+
+
+def test_a_slow_peer_is_left_for_the_relay(make) -> None:
+    world = make(broadcast=Broadcast(2e6, _CHUNK, 1 << 24))
+    assert Reading(world, world.worker("a")).get() == world.data
+    slow = TcpProxy(world.peers[0].forwarder.url, Bucket(50e3))
+    world.relay.tracker._workers["a"].address = slow.url
+    begun = time.monotonic()
+    assert Reading(world, world.worker("b")).get() == world.data
+    assert time.monotonic() - begun < 5  # 36 s at its rate
+    assert world.relay.tracker._workers["a"].record.failures == 1
+    slow.close()
+
+
+def test_a_relay_that_dies_when_one_has_all_leaves_the_others_to_their_peers(make) -> None:
+    world = make()
+    clients = [world.worker(name) for name in "abcd"]
+    for client in clients[1:]:  # they have begun
+        client.manifest(_SEVEN)
+        client.get_range(_SEVEN, "b0", 0, 5_000)
+    assert Reading(world, clients[0]).get() == world.data
+    for client in clients[1:]:
+        client._report(client._pull)
+    world.front.close()
+    world.relay.close()
+    for client in clients[1:]:
+        for name, content in world.data.items():
+            assert client.get_range(_SEVEN, name, 0, len(content)) == content
+        client.close()
+
+
+def test_an_interrupted_pull_goes_on_with_what_it_has(make) -> None:
+    world = make()
+    world.front.die_at = 900_000
+    first = world.worker("a")
+    with pytest.raises(RelayError):
+        Reading(world, first).get()
+    held = first._peer.forwarder.held_bytes
+    assert held > 500_000
+    again = TcpProxy(world.relay.url)
+    first._peer.url = again.url
+    assert Reading(world, PeerClient(first._peer)).get() == world.data
+    assert again.sent_bytes < sum(map(len, world.data.values())) - held + 60_000
+    again.close()
+
+
+def test_damage_on_the_way_from_the_relay_is_read_again(make) -> None:
+    world = make()
+    world.front.flip_at = 300_000
+    assert Reading(world, world.worker()).get() == world.data
+
+
+def test_a_relay_whose_every_byte_is_damaged_is_an_error(make) -> None:
+    world = make()
+    held = world.relay._held[_SEVEN].buckets
+    for name, content in world.data.items():
+        wrong = held[name] = bytes(len(content))
+        world.relay.tracker._digests[_SEVEN, name] = wrong, digests(content, _CHUNK)
+    with pytest.raises(CorruptError, match="not published"):
+        Reading(world, world.worker()).get()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_faults_at_random_never_make_a_wrong_version(make, seed: int) -> None:
+    world, chance = make(Bucket(4e6)), random.Random(seed)
+    clients = [world.worker(f"w{i}") for i in range(6)]
+    fronts = [_through(client._peer) for client in clients]
+    total = sum(map(len, world.data.values()))
+    for front in chance.sample(fronts, 3):
+        what = chance.choice(["flip_at", "die_at", "stalled"])
+        setattr(front, what, True if what == "stalled" else chance.randrange(total))
+    readings = [Reading(world, client) for client in clients]
+    assert all(reading.get() == world.data for reading in readings)
+    for front in fronts:
+        front.close()
+
+
+# ---- a worker's forwarder
+
+
+def _grid(data: bytes, release: str = "7", name: str = "b0") -> Grid:
+    return Grid(release, name, _CHUNK, digests(data, _CHUNK))
+
+
+def _put(forwarder: Forwarder, grid: Grid, data: bytes, *indices: int) -> None:
+    for index in indices:
+        forwarder.put(grid, index, data[grid.start(index) : grid.start(index + 1)])
+
+
+@pytest.fixture
+def forwarder() -> Iterator[Forwarder]:
+    running = Forwarder(key=_KEY, memory_bytes=5 * _CHUNK)
+    yield running
+    running.close()
+
+
+def test_what_is_on_its_way_is_waited_for_and_what_is_not_is_not(forwarder: Forwarder) -> None:
+    data = bytes(3 * _CHUNK)
+    grid = _grid(data)
+    assert forwarder.find("7", "b0", grid.tag, 0, 0) is Frame.GONE
+    forwarder.begin("7")
+    assert forwarder.find("7", "b0", grid.tag, 0, 0) is Frame.WAIT
+    forwarder.aim(grid, 1)
+    _put(forwarder, grid, data, 1)
+    found = [forwarder.find("7", "b0", grid.tag, i * _CHUNK, 0) for i in range(4)]
+    assert found == [Frame.GONE, data[:_CHUNK], Frame.WAIT, Frame.GONE]
+    assert forwarder.find("7", "b0", grid.tag, _CHUNK + 9, 0) == data[: _CHUNK - 9]
+    assert forwarder.find("7", "b0", "0" * 32, _CHUNK, 0) is Frame.GONE  # another content under that name
+    assert forwarder.find("7", "a", grid.tag, 0, 0) is Frame.GONE and forwarder.find("7", "c", "", 0, 0) is Frame.WAIT
+    forwarder.end("7")
+    assert forwarder.find("7", "b0", grid.tag, 2 * _CHUNK, 5) is Frame.GONE
+
+
+def test_memory_is_bounded_by_bytes_and_by_releases(forwarder: Forwarder) -> None:
+    data = bytes(8 * _CHUNK)
+    forwarder.begin("1")
+    _put(forwarder, _grid(data, "1"), data, *range(8))
+    assert forwarder.held_bytes == 5 * _CHUNK
+    held = [forwarder.have(_grid(data, "1"), i) is not None for i in range(8)]
+    assert held == [False] * 3 + [True] * 5
+    for release in "2345":
+        forwarder.begin(release)
+    assert forwarder.held_bytes == 0
+    _put(forwarder, _grid(data, "1"), data, 0)
+    assert forwarder.held_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("path", "key", "status"),
+    [
+        ("/v1/chunks/7/b0/{tag}/0-10", "", 401),
+        ("/v1/chunks/7/b0/{tag}/0-10", "wrong", 401),
+        ("/v1/chunks/7/b0/{tag}/10-10", _KEY, 404),
+        ("/v1/chunks/7/b0/0-10", _KEY, 404),
+        ("/", _KEY, 404),
+        ("/v1/chunks/7/b0/{tag}/0-10", _KEY, 200),
+    ],
+)
+def test_the_key_is_needed_and_nonsense_is_refused(forwarder: Forwarder, path: str, key: str, status: int) -> None:
+    connection = http.client.HTTPConnection("127.0.0.1", int(forwarder.url.rpartition(":")[2]), timeout=5)
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    connection.request("GET", path.format(tag="0" * 32), headers=headers)
+    answer = connection.getresponse()
+    assert answer.status == status
+    answer.read()
+    connection.close()
+
+
+# ---- the relay's part
+
+
+def _report(worker: str, **more: object) -> PeerReport:
+    address = more.pop("address", f"http://127.0.0.1:{9000 + ord(worker[0])}")
+    return PeerReport(worker, "7", address, total_bytes=10**6, **more)
+
+
+def _tracker(uplink: float = 1e6) -> tuple[Tracker, list[float]]:
+    now = [0.0]
+    return Tracker(Broadcast(uplink), lambda release, name: None, lambda: now[0]), now
+
+
+def _url(worker: str) -> str:
+    return f"http://127.0.0.1:{9000 + ord(worker[0])}"
+
+
+def test_places_are_given_as_workers_come_and_kept_once_they_read() -> None:
+    tracker, _ = _tracker()
+    for worker in "cab":
+        tracker.report(_report(worker), "127.0.0.1")
+    assert tracker.chains("7") == (("a", "b", "c"),)
+    advice = tracker.report(_report("c", have_bytes=9), "127.0.0.1")
+    assert advice.sources == (_url("b"), _url("a"), RELAY) and advice.floor_bytes_per_s > 0
+    tracker.report(_report("A"), "127.0.0.1")
+    assert tracker.chains("7") == (("a", "b", "c", "A"),)
+
+
+def test_who_is_dead_silent_or_corrupt_is_no_source() -> None:
+    tracker, now = _tracker()
+    for worker in "abcd":
+        tracker.report(_report(worker), "127.0.0.1")
+    dead = (Heard(_url("b"), "dead"),)
+    assert tracker.report(_report("c", have_bytes=9, heard=dead), "127.0.0.1").sources == (_url("a"), RELAY)
+    assert tracker.chains("7") == (("a", "c", "d"),)
+    tracker.report(_report("b"), "127.0.0.1")  # it lives
+    assert tracker.chains("7") == (("a", "c", "d", "b"),)
+    tracker.report(_report("c", heard=(Heard(_url("a"), "corrupt"),)), "127.0.0.1")
+    tracker.report(_report("a", have_bytes=99), "127.0.0.1")
+    assert tracker.chains("7") == (("c", "d", "b", "a"),)
+    tracker.report(_report("e"), "127.0.0.1")
+    assert tracker.chains("7") == (("c", "d", "b", "a"), ("e",))  # nobody reads from the corrupt one
+    now[0] += SILENT_S
+    assert tracker.report(_report("d"), "127.0.0.1").sources == (RELAY,)
+    assert tracker.chains("7") == (("d",),)
+
+
+def test_one_that_finds_everybody_corrupt_is_not_believed() -> None:
+    tracker, _ = _tracker()
+    for worker in "abcd":
+        tracker.report(_report(worker), "127.0.0.1")
+    for accused in "abc":
+        tracker.report(_report("d", heard=(Heard(_url(accused), "corrupt"),)), "127.0.0.1")
+    assert [tracker._workers[w].corrupt for w in "abc"] == [True, False, False]
+
+
+def test_a_slow_forwarder_goes_to_the_end_and_later_stands_there_from_the_start() -> None:
+    tracker, _ = _tracker(100e6)
+    for worker in "abcd":
+        tracker.report(_report(worker), "127.0.0.1")
+    tracker.report(_report("b", heard=(Heard(_url("a"), "ok", 40 << 20, 1.0),)), "127.0.0.1")
+    for have in (1, 2):
+        slow = (Heard(_url("b"), "ok", 4 << 20, 4.0),)
+        tracker.report(_report("c", have_bytes=have, heard=slow), "127.0.0.1")
+    assert tracker.chains("7") == (("a", "c", "d", "b"),)
+    for worker in "abcd":
+        tracker.report(msgspec.structs.replace(_report(worker), release="8"), "127.0.0.1")
+    assert tracker.chains("8")[0][-1] == "b" or ("b",) in tracker.chains("8")
+
+
+def test_a_loopback_address_of_another_machine_is_nobodys_source() -> None:
+    tracker, _ = _tracker()
+    tracker.report(_report("a"), "10.0.0.7")
+    tracker.report(_report("b", address="http://10.0.0.8:1"), "10.0.0.8")
+    assert tracker.chains("7") == (("b", "a"),)
+
+
+def test_nonsense_is_answered_and_state_is_bounded() -> None:
+    tracker, now = _tracker()
+    for body in (b"", b"{}", b'{"worker":"../x","release":"7"}', b'{"worker":"a","release":"7","address":"ftp://x"}'):
+        assert tracker.answer("/v1/peers/report", body, "127.0.0.1")[0] == 400
+    assert tracker.answer("/v1/peers/x", b"{}", "127.0.0.1")[0] == 404
+    for release in range(200):
+        tracker.report(PeerReport("a", str(release)), "127.0.0.1")
+    assert len(tracker._casts) <= 65
+    tracker.forget(Release(199))
+    assert tracker.chains("199") == ()
+    now[0] += 1e5
+    tracker.report(PeerReport("b", "1"), "127.0.0.1")
+    assert set(tracker._workers) == {"b"} and len(tracker._casts) == 1
+
+
+def test_digests_are_of_what_the_relay_has_now() -> None:
+    content = {"b0": b"x" * 10_000}
+    tracker = Tracker(Broadcast(1e6, _CHUNK), lambda release, name: content.get(name))
+    query = DigestQuery("7", ("b0", "b1"))
+    answer = tracker.digests_of(query)
+    assert isinstance(answer, DigestAnswer) and set(answer.buckets) == {"b0"}
+    grid = Grid("7", "b0", answer.chunk_bytes, answer.buckets["b0"])
+    assert grid.count == 3 and grid.holds(2, b"x" * 1808) and not grid.holds(2, b"x" * 1807)
+    content["b0"] = b"y" * 10_000
+    assert Grid("7", "b0", _CHUNK, tracker.digests_of(query).buckets["b0"]).holds(0, b"y" * _CHUNK)
+
+
+def test_a_process_follows_one_relay_at_a_time(make) -> None:
+    first, second = make(), make()
+    reader = open_reader(first.front.url, _KEY)
+    assert first.read(reader) == first.data
+    reader.close()
+    forwarder = peers._HERE[0].forwarder
+    again = open_reader(first.front.url, _KEY)
+    assert again._peer.forwarder is forwarder
+    other = open_reader(second.front.url, _KEY)
+    assert forwarder._closed and other._peer.forwarder is None
+    peers._HERE.clear()
+
+
+def test_advice_is_only_followed_where_it_makes_sense() -> None:
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.json.decode(b'{"sources":["file:///etc/passwd"]}', type=PeerAdvice)
