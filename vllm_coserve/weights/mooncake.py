@@ -14,19 +14,37 @@ import os
 from collections.abc import Sequence
 from urllib.parse import urlsplit
 
-import msgspec
+from vllm_coserve.weights.store import (
+    Arrived,
+    Buffer,
+    Contents,
+    GoneError,
+    Manifest,
+    RelayError,
+    Release,
+    pack_manifest,
+    unpack_manifest,
+)
 
-from vllm_coserve.weights.store import Arrived, Buffer, Contents, Manifest, RelayError, Release
-
-_STATUS_BOUND_S = 5  # of a transfer with an owner that does not answer; Mooncake's own is 30
+# Mooncake's own bounds are 30 s for each wait and 90 s until it says that there is no master. It reads them when its
+# library is loaded.
+_ENVIRONMENT = {
+    "MC_TCP_STATUS_TIMEOUT_SEC": "5",  # of a put to an owner that does not answer
+    "MC_TCP_PROGRESS_TIMEOUT_SEC": "5",  # of a get
+    "MC_RPC_TIMEOUT_MS": "5000",  # of a master that does not
+    "MC_STORE_CLIENT_SETUP_RETRIES": "1",
+    "MC_LOG_LEVEL": "ERROR",
+}
 _NOTE_BYTES = 4096
+_GONE = -704
 _ERRORS = {
     -200: "the owners' segments are full: retire old versions or start more owners",
     -600: "bad parameters",
     -703: "the object is not complete",
-    -704: "no such object: 404",
+    _GONE: "no such object: 404",
     -800: "its owner does not answer",
     -900: "the master does not answer",
+    -901: "the master does not answer in time",
 }
 
 
@@ -47,8 +65,8 @@ class MooncakeStore:
         if parts.scheme != "mooncake" or not parts.hostname or not parts.port or not prefix or "/" in prefix:
             raise RelayError(f"{url!r} is no store's address such as mooncake://127.0.0.1:41000/job-1")
         self._prefix = prefix
-        os.environ.setdefault("MC_TCP_STATUS_TIMEOUT_SEC", str(_STATUS_BOUND_S))  # read when a transfer engine is made
-        os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
+        for name, value in _ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
         try:
             from mooncake.store import MooncakeDistributedStore, ReplicateConfig
         except ImportError as exc:
@@ -59,7 +77,8 @@ class MooncakeStore:
         self._store = MooncakeDistributedStore()
         # A segment of 0: a pure client, which holds nothing for others.
         master = f"{parts.hostname}:{parts.port}"
-        self._check(self._store.setup("127.0.0.1", "P2PHANDSHAKE", 0, staging_bytes, "tcp", "", master), "setup")
+        if self._store.setup("127.0.0.1", "P2PHANDSHAKE", 0, staging_bytes, "tcp", "", master):
+            raise RelayError(f"the master at {master} does not answer")
         self._staging = bytearray(staging_bytes)
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._staging))
         self._check(self._store.register_buffer(self._address, staging_bytes), "register_buffer")
@@ -77,11 +96,9 @@ class MooncakeStore:
 
     def put_manifest(self, release: Release, manifest: Manifest) -> None:
         """See `RelayStore`."""
-        for bucket in manifest.buckets:
-            size = self._store.get_size(self._key(release, bucket.name))
-            if size != bucket.nbytes:
-                raise RelayError(f"bucket {bucket.name} of release {release} is not there, or is another one")
-        self._put(self._key(release, "manifest"), [msgspec.json.encode(manifest)])
+        if missing := self._missing(release, manifest):
+            raise RelayError(f"bucket {missing} of release {release} is not there, or is another one")
+        self._put(self._key(release, "manifest"), [pack_manifest(manifest)])
         if self.manifest(release) != manifest:  # a put on a key that exists does nothing, and says that all is well
             raise RelayError(f"release {release} is there with another manifest")
         self._put(self._note(release), [str(release).encode()])
@@ -90,7 +107,7 @@ class MooncakeStore:
         """See `RelayStore`; complete ones only."""
         found = []
         for kind in ("whole", "changes"):
-            key = f"{self._prefix}/{version}/{kind}"
+            key = self._note_key(version, kind)
             if self._exists(key):
                 found.append(self._parse(bytes(self._get(key, _NOTE_BYTES)), version))
         return found
@@ -103,11 +120,8 @@ class MooncakeStore:
         """See `RelayStore`."""
         key = self._key(release, "manifest")
         if not self._exists(key):
-            raise RelayError(f"there is no release {release}: 404")
-        try:
-            return msgspec.json.decode(self._get(key, len(self._staging)), type=Manifest)
-        except msgspec.DecodeError as exc:
-            raise RelayError(f"release {release} has no manifest that can be read: {exc}") from None
+            raise GoneError(f"there is no release {release}: 404")
+        return unpack_manifest(self._get(key, len(self._staging)))
 
     def get_range(self, release: Release, name: str, start: int, end: int) -> Buffer:
         """See `RelayStore`."""
@@ -119,14 +133,27 @@ class MooncakeStore:
             while isinstance(got, list | tuple):
                 (got,) = got
             if got != count:
-                self._check(got if got < 0 else -704, f"reading {key}")
+                self._check(got if got < 0 else _GONE, f"reading {key}")
             out[at - start : at - start + count] = memoryview(self._staging)[:count]
         return out
 
     def delete(self, release: Release) -> None:
         """See `RelayStore`."""
-        self._store.remove(self._note(release), True)
-        self._store.remove_by_regex(f"^{self._prefix}/{release}/", True)
+        removed = self._store.remove(self._note(release), True)
+        if removed != _GONE:
+            self._check(removed, f"removing {release}")
+        removed = self._store.remove_by_regex(f"^{self._prefix.replace('.', '[.]')}/{release}/", True)
+        if removed < 0:  # else so many
+            self._check(removed, f"removing {release}")
+
+    def holds(self, releases: Sequence[Release]) -> bool:
+        """See `RelayStore`. An owner that ends takes some buckets with it and leaves others."""
+        for release in releases:
+            if not self._exists(self._note(release)) or not self._exists(self._key(release, "manifest")):
+                return False
+            if self._missing(release, self.manifest(release)):
+                return False
+        return True
 
     # ---- details
 
@@ -134,7 +161,15 @@ class MooncakeStore:
         return f"{self._prefix}/{release}/{name}"
 
     def _note(self, release: Release) -> str:
-        return f"{self._prefix}/{release.version}/{'whole' if release.base is None else 'changes'}"
+        return self._note_key(release.version, "whole" if release.base is None else "changes")
+
+    def _note_key(self, version: int, kind: str) -> str:
+        return f"{self._prefix}/notes/{version}/{kind}"  # not among the keys of a release, which are deleted together
+
+    def _missing(self, release: Release, manifest: Manifest) -> str | None:
+        """A bucket that is not there as the manifest says."""
+        sizes = ((b.name, b.nbytes, self._store.get_size(self._key(release, b.name))) for b in manifest.buckets)
+        return next((name for name, nbytes, size in sizes if size != nbytes), None)
 
     def _exists(self, key: str) -> bool:
         found = self._store.is_exist(key)
@@ -171,4 +206,5 @@ class MooncakeStore:
 
     def _check(self, code: int, what: str) -> None:
         if code:
-            raise RelayError(f"{what}: {_ERRORS.get(code, 'Mooncake says')} ({code})")
+            wrong = GoneError if code == _GONE else RelayError
+            raise wrong(f"{what}: {_ERRORS.get(code, 'Mooncake says')} ({code})")

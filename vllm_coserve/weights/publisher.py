@@ -56,6 +56,7 @@ class Publisher:
         cut: Cut = lambda name, shape: [whole(shape)],
         encoder: Encoder = encode,
         gather: Gather = lambda part: [part],
+        agree: Callable[[bool], bool] = lambda well: well,
     ) -> None:
         """Every `whole_every`-th version is put whole as well, for engines that have none or have missed some.
 
@@ -63,14 +64,16 @@ class Publisher:
             encoder: makes a run's change, or a whole run where there is no old one; several threads use it.
             cut: the regions of a tensor that this publisher puts, by the tensor's name and shape.
             gather: gets a rank's part of a release once it is put; returns all ranks' parts on one rank, else None.
+            agree: gets whether something is so for a rank; waits for all ranks and returns whether it is for each.
         """
         self._store, self._whole_every, self._bucket_bytes = store, whole_every, bucket_bytes
-        self._cut, self._encode, self._gather = cut, encoder, gather
+        self._cut, self._encode, self._gather, self._agree = cut, encoder, gather, agree
         self._lineage = secrets.token_hex(8)
         self._tensors: dict[str, torch.Tensor] = {}  # as they were published last
         self._version: int | None = None  # None: nobody has what `_tensors` are
         self._since_whole = 0
         self._made: list[Release] = []  # that the relay has
+        self._left: list[Release] = []  # of versions that failed, perhaps in parts
 
     def publish(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> list[Release]:
         """Put tensors of any dtype; returns the releases that this makes. They are on the CPU.
@@ -82,7 +85,10 @@ class Publisher:
         base, made = self._version, []
         if base is not None and version <= base:
             raise ValueError(f"version {version} after {base}")
+        if not (self._agree(base is not None) and self._agree(self._leads_to_last())):
+            base = None
         self._version = None
+        self._clear()
         try:
             if base is None:
                 self._tensors = {n: t.detach().clone(memory_format=torch.contiguous_format) for n, t in tensors}
@@ -95,12 +101,12 @@ class Publisher:
                 self._put(made[-1], self._whole())
                 self._since_whole = 0
         except BaseException:
-            for release in made:  # nobody is told of it
-                with contextlib.suppress(RelayError):
-                    self._store.delete(release)
+            self._left += made
+            self._clear()
             raise
         self._version = version
         self._made += made
+        self._left = [release for release in self._left if release not in made]
         return made
 
     def retire(self, keep: int) -> None:
@@ -108,8 +114,24 @@ class Publisher:
         oldest = sorted({r.version for r in self._made})[-keep:][:1]
         start = max((r.version for r in self._made if r.base is None and [r.version] <= oldest), default=0)
         for release in [r for r in self._made if r.version < start]:
-            self._store.delete(release)
-            self._made.remove(release)
+            with contextlib.suppress(RelayError):  # the next call tries again
+                self._store.delete(release)
+                self._made.remove(release)
+
+    def _clear(self) -> None:
+        """Nobody is told of what is left of a version that failed: have it forgotten, now or before the next one."""
+        for release in tuple(self._left):
+            with contextlib.suppress(RelayError):
+                self._store.delete(release)
+                self._left.remove(release)
+
+    def _leads_to_last(self) -> bool:
+        """Whether the relay still leads from nothing to the version before; one that was started anew does not."""
+        start = max(i for i, release in enumerate(self._made) if release.base is None)
+        try:
+            return self._store.holds(self._made[start:])
+        except RelayError:  # the put will tell
+            return False
 
     # ---- pieces
 
@@ -147,7 +169,7 @@ class Publisher:
         filled = described = 0
         # Names of this attempt alone: what an earlier one left, perhaps cut off in the middle, is never met.
         attempt = f"{self._lineage}-{secrets.token_hex(4)}"
-        with ThreadPoolExecutor(1, "coserve-send") as sender, ThreadPoolExecutor(_ENCODERS, "coserve-encode") as pool:
+        with _sending() as sender, ThreadPoolExecutor(_ENCODERS, "coserve-encode") as pool:
             sent: deque[Future[None]] = deque()
 
             def send() -> None:
@@ -187,6 +209,18 @@ class Publisher:
         encoded = self._encode(bits_of(before.contiguous()), bits_of(now.contiguous()))
         before.copy_(now)
         return encoded
+
+
+@contextlib.contextmanager
+def _sending() -> Iterator[ThreadPoolExecutor]:
+    """A thread that sends. What waits for it when something fails is not sent: each try may take its whole bound."""
+    sender = ThreadPoolExecutor(1, "coserve-send")
+    try:
+        yield sender
+    except BaseException:
+        sender.shutdown(cancel_futures=True)
+        raise
+    sender.shutdown()
 
 
 def _ahead(pool: ThreadPoolExecutor, pieces: Iterator[_Work], count: int) -> Iterator[tuple[PieceEntry, list[Buffer]]]:

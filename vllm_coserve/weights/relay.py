@@ -17,13 +17,26 @@ import msgspec
 
 from vllm_coserve.weights.bearer import Bearer
 from vllm_coserve.weights.peer_messages import Broadcast
-from vllm_coserve.weights.store import Arrived, Buffer, Contents, Manifest, PieceEntry, RelayError, Release
+from vllm_coserve.weights.store import (
+    Arrived,
+    Buffer,
+    Contents,
+    CorruptError,
+    GoneError,
+    Manifest,
+    PieceEntry,
+    RelayError,
+    Release,
+    pack_manifest,
+    unpack_manifest,
+)
 from vllm_coserve.weights.tracker import Tracker
 
 _PATH = re.compile(r"/v1/releases/([a-z0-9-]{1,40})(?:/(manifest|buckets/([A-Za-z0-9._-]{1,64})))?\Z", re.ASCII)
 _ARRIVED = re.compile(r"/v1/releases/([a-z0-9-]{1,40})/arrived/(\d{1,9})/(\d{1,9})\Z", re.ASCII)  # after, wait in ms
 _CONTENTS = "Coserve-Contents-Bytes"  # at the end of a bucket's body
 _RANGE = re.compile(r"bytes=(\d{1,15})-(\d{1,15})\Z", re.ASCII)
+_WRONG = {404: GoneError, 416: CorruptError}  # a bucket that ends too early
 _SOCKET_BOUND_S = 30.0
 _TRIES, _RETRY_S = 4, 0.2
 _CHUNK_BYTES = 1 << 20
@@ -108,9 +121,9 @@ class Relay:
     def put_manifest(self, release: Release, data: bytes) -> tuple[int, bytes]:
         """A release is complete only when all its buckets are what the manifest says."""
         try:
-            manifest = msgspec.json.decode(data, type=Manifest)
-        except msgspec.DecodeError as exc:
-            return 400, f"this is no manifest: {exc}".encode()
+            manifest = unpack_manifest(data)
+        except CorruptError as exc:
+            return 400, str(exc).encode()
         if manifest.release != str(release):
             return 409, b"the manifest is of another release"
         with self._changed:
@@ -237,7 +250,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self._answer(400, b"put a manifest or a bucket, with its length")
             return
         if not self.relay.room_for(int(length)):
-            self.close_connection = True
+            self._skip(int(length))
             self._answer(507, b"the relay is full: delete old versions")
             return
         tail = self.headers.get(_CONTENTS, "0")
@@ -276,6 +289,11 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             return
         self.relay.delete(found[0])
         self._answer(200, b"")
+
+    def _skip(self, nbytes: int) -> None:
+        """Read on: to a client that is still sending, the end of the connection would be all of the answer."""
+        while nbytes > 0 and (part := self.rfile.read(min(nbytes, _CHUNK_BYTES))):
+            nbytes -= len(part)
 
     def _find(self) -> tuple[Release, str, str] | str | None:
         """(release, "manifest" or "bucket" or "", bucket); None: the answer has been given."""
@@ -338,7 +356,7 @@ class RelayClient:
 
     def put_manifest(self, release: Release, manifest: Manifest) -> None:
         """See `RelayStore`."""
-        self._call("PUT", f"/v1/releases/{release}/manifest", [msgspec.json.encode(manifest)])
+        self._call("PUT", f"/v1/releases/{release}/manifest", [pack_manifest(manifest)])
 
     def releases(self, version: int, begun: bool = False) -> list[Release]:
         """See `RelayStore`."""
@@ -359,10 +377,7 @@ class RelayClient:
 
     def manifest(self, release: Release) -> Manifest:
         """See `RelayStore`."""
-        try:
-            return msgspec.json.decode(self._call("GET", f"/v1/releases/{release}/manifest"), type=Manifest)
-        except msgspec.DecodeError as exc:
-            raise RelayError(f"release {release} has no manifest that can be read: {exc}") from None
+        return unpack_manifest(self._call("GET", f"/v1/releases/{release}/manifest"))
 
     def get_range(self, release: Release, name: str, start: int, end: int) -> Buffer:
         """See `RelayStore`."""
@@ -373,6 +388,10 @@ class RelayClient:
     def delete(self, release: Release) -> None:
         """See `RelayStore`."""
         self._call("DELETE", f"/v1/releases/{release}")
+
+    def holds(self, releases: Sequence[Release]) -> bool:
+        """See `RelayStore`."""
+        return all(release in self.releases(release.version) for release in releases)
 
     def _call(
         self,
@@ -415,7 +434,8 @@ class RelayClient:
         self._connection.request(method, path, body or None, headers)
         got = self._connection.getresponse()
         if got.status >= 300:
-            raise RelayError(f"{method} {path}: HTTP {got.status}: {got.read(300).decode('utf-8', 'replace')}")
+            wrong = _WRONG.get(got.status, RelayError)
+            raise wrong(f"{method} {path}: HTTP {got.status}: {got.read(300).decode('utf-8', 'replace')}")
         if wanted is None:
             answer.data += got.read()
             return

@@ -10,7 +10,7 @@ import torch
 
 from vllm_coserve.weights.codec import ALIGNMENT, apply, bits_of, part_of
 from vllm_coserve.weights.sharding import whole
-from vllm_coserve.weights.store import CorruptError, Manifest, PieceEntry, RelayError, RelayStore, Release
+from vllm_coserve.weights.store import CorruptError, GoneError, Manifest, PieceEntry, RelayError, RelayStore, Release
 
 _POLL_S = 0.05
 _EARLY_BYTES = 4 << 30  # read before a release is complete, and kept until it is
@@ -53,11 +53,10 @@ class Replica:
         path = self._path(store, version, self.version if ours else None, ways)
         try:
             return [self._take(store, release, accept, until_s) for release in path]
-        except CorruptError:
+        except (CorruptError, GoneError):
             if path[0].base is None:
                 raise
-        # The copy is damaged, or what leads to the version: start from a whole one.
-        self.version = None
+        # The copy is damaged, or what leads to the version, or that is gone: start from a whole one.
         ways = store.releases(version)
         return [self._take(store, release, accept, until_s) for release in self._path(store, version, None, ways)]
 
@@ -87,7 +86,7 @@ class Replica:
             return path
         if have is not None:
             return self._path(store, version, None, ways)
-        raise RelayError(f"the relay has no version {version}, or not what leads to it: 404")
+        raise GoneError(f"the relay has no version {version}, or not what leads to it: 404")
 
     def _take(self, store: RelayStore, release: Release, accept: Accept, until_s: float) -> Release:
         early = self._await(store, release, until_s)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from vllm_coserve.weights.sharding import Region
 
 Buffer = bytes | bytearray | memoryview
 
+_CHECKSUM_CHARS = 32  # of a manifest
 _RELEASE = re.compile(r"(\d{1,15})(?:-from-(\d{1,15}))?\Z", re.ASCII)
 
 
@@ -22,6 +24,10 @@ class RelayError(Exception):
 
 class CorruptError(RelayError):
     """What came is not what was published."""
+
+
+class GoneError(RelayError):
+    """The relay answers, and does not have it, or no longer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,3 +133,28 @@ class RelayStore(Protocol):
     def delete(self, release: Release) -> None:
         """Forget a release; an unknown one is no error."""
         ...
+
+    def holds(self, releases: Sequence[Release]) -> bool:
+        """Whether all of these are still there and complete: a store that was started anew has forgotten everything."""
+        ...
+
+
+def pack_manifest(manifest: Manifest) -> bytes:
+    """A manifest as it lies in a store, behind a checksum: a bit of a place or name that flips would mix tensors up."""
+    body = msgspec.json.encode(manifest)
+    return _checksum(body) + body
+
+
+def unpack_manifest(data: Buffer) -> Manifest:
+    """Raises CorruptError where it is not what was packed."""
+    body = bytes(data[_CHECKSUM_CHARS:])
+    if _checksum(body) != data[:_CHECKSUM_CHARS]:
+        raise CorruptError("a manifest is damaged")
+    try:
+        return msgspec.json.decode(body, type=Manifest)
+    except msgspec.DecodeError as exc:
+        raise CorruptError(f"this is no manifest: {exc}") from None
+
+
+def _checksum(body: bytes) -> bytes:
+    return hashlib.blake2b(body, digest_size=_CHECKSUM_CHARS // 2).hexdigest().encode()
