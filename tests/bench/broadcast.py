@@ -14,7 +14,6 @@ import argparse
 import multiprocessing
 import os
 import resource
-import socket
 import statistics
 import threading
 import time
@@ -25,7 +24,7 @@ from typing import Any
 import torch
 
 from tests.bench import results
-from tests.unit.tcp_proxy import SO_MAX_PACING_RATE, Bucket, TcpProxy
+from tests.unit.tcp_proxy import Bucket, TcpProxy, pace
 from vllm_coserve.policy.broadcast import Link, Task, make_plan
 from vllm_coserve.weights.codec import encode
 from vllm_coserve.weights.peer_messages import Broadcast
@@ -55,8 +54,7 @@ class _Fleet:
         self._replicas = [Replica() for _ in range(count)]
         for peer in filter(None, self._peers):
             listener = peer.serve(1 << 26)._server.socket
-            listener.setsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, int(_WORKER_RATE))
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)
+            pace(listener, _WORKER_RATE)
 
     def advance(self, version: int, begin_s: float) -> tuple[list[float], int]:
         """(seconds from `begin_s` until each worker had it, sum of all bits)."""

@@ -7,7 +7,8 @@ import socket
 import threading
 import time
 
-SO_MAX_PACING_RATE = 47  # Linux; paces loopback too
+_SO_MAX_PACING_RATE = 47  # Linux; paces loopback too
+_SEGMENT_BYTES = 1448  # of Ethernet; loopback's 64 KiB would pass as bursts
 _BLOCK = 1 << 14
 
 
@@ -27,6 +28,14 @@ class Bucket:
             time.sleep(wait_s)
 
 
+def pace(listener: socket.socket, bytes_per_s: float) -> None:
+    """Have the kernel send at most so much on each connection that is accepted."""
+    listener.setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, int(bytes_per_s))
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, _SEGMENT_BYTES)
+    # A send buffer that is full means that the link is: what lies in it has not been sent.
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)
+
+
 class TcpProxy:
     """Passes connections on to a port of this machine, until `close`."""
 
@@ -35,9 +44,7 @@ class TcpProxy:
         self._port, self._link = int(url.rpartition(":")[2]), link
         self._listener = socket.create_server(("127.0.0.1", 0), backlog=256)
         if each_bytes_per_s:
-            self._listener.setsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, int(each_bytes_per_s))
-            # A send buffer that is full means that the link is: what lies in it has not been sent.
-            self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)
+            pace(self._listener, each_bytes_per_s)
         self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
         self.sent_bytes = 0
         self.stalled = False  # answers stop, connections stay

@@ -72,7 +72,7 @@ def test_dapo_changes_defaults_and_nothing_that_was_said(tmp_path):
         ({"optimizer": {"learning_rate": 0}}, "optimizer.learning_rate 0"),
         ({"broadcast": {}}, "broadcast.uplink_mbytes_per_s: this key is needed"),
         ({"broadcast": {"uplink_mbytes_per_s": 0}}, "broadcast.uplink_mbytes_per_s 0"),
-        ({"broadcast": {"uplink": 9}}, "did you mean uplink_mbytes_per_s?"),
+        ({"broadcast": {"uplink_mbytes": 9}}, "did you mean uplink_mbytes_per_s?"),
         ({"broadcast": {"uplink_mbytes_per_s": 9}, "store": "mooncake://m:1"}, "leave out store, or broadcast"),
     ],
 )

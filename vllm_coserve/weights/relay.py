@@ -274,11 +274,15 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         if not self._is_allowed():
             return
         tracker, length = self.relay.tracker, self.headers.get("Content-Length", "")
-        if tracker is None or not length.isdigit() or int(length) > _POST_MAX_BYTES:
+        if not length.isdigit() or int(length) > _POST_MAX_BYTES:
             self.close_connection = True
-            self._answer(404, b"this relay has nobody forward")
+            self._answer(400, b"post a message, with its length")
             return
-        self._answer(*tracker.answer(self.path, self.rfile.read(int(length)), self.client_address[0]))
+        body = self.rfile.read(int(length))
+        if tracker is None:
+            self._answer(404, b"nobody forwards here")
+            return
+        self._answer(*tracker.answer(self.path, body, self.client_address[0]))
 
     def do_DELETE(self) -> None:
         found = self._find()

@@ -91,6 +91,7 @@ class Tracker:
         self._workers: dict[str, _Worker] = {}
         self._casts: dict[tuple[str, str], _Cast] = {}
         self._digests: dict[tuple[Release, str], tuple[bytes, BucketDigests]] = {}
+        self._expire_due_s = 0.0
         self._lock = threading.Lock()
 
     # ---- requests
@@ -143,7 +144,8 @@ class Tracker:
                 if len(self._workers) >= _WORKERS_MAX:
                     return PeerAdvice((RELAY,))
                 me = self._workers[report.worker] = _Worker()
-            me.seen_s, me.address = now_s, report.address if _is_reachable(report.address, host) else ""
+            me.seen_s = now_s
+            self._settle(me, report.address if _is_reachable(report.address, host) else "")
             cast = self._casts.setdefault((report.release, report.shard), _Cast())
             cast.seen_s, cast.nbytes = now_s, max(1, report.total_bytes)
             for heard in report.heard:
@@ -160,6 +162,9 @@ class Tracker:
     # ---- with the lock held
 
     def _expire(self, now_s: float) -> None:
+        if now_s < self._expire_due_s and len(self._casts) <= _CASTS_MAX:
+            return
+        self._expire_due_s = now_s + 1.0
         casts = sorted(self._casts.items(), key=lambda item: item[1].seen_s)[-_CASTS_MAX:]
         self._casts = {key: cast for key, cast in casts if now_s - cast.seen_s < _KEPT_S}
         self._workers = {w: worker for w, worker in self._workers.items() if now_s - worker.seen_s < _KEPT_S}
@@ -167,6 +172,12 @@ class Tracker:
             bounds = {w: _KEPT_S if m.done else SILENT_S for w, m in cast.members.items()}
             silent = {w for w, m in cast.members.items() if now_s - m.seen_s >= bounds[w] or w not in self._workers}
             self._excise(cast, silent)
+
+    def _settle(self, me: _Worker, address: str) -> None:
+        if address and address != me.address:
+            for other in self._workers.values():  # one that has ended had the same port
+                other.address = "" if other.address == address else other.address
+        me.address = address
 
     def _excise(self, cast: _Cast, gone: set[str]) -> None:
         for worker_id in gone:
