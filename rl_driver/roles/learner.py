@@ -14,7 +14,7 @@ from rl_driver.training.checkpoints import Checkpoints
 from rl_driver.training.learner import Learner, LearnerConfig
 from rl_driver.training.losses import Clip
 from rl_driver.training.samples import Sample
-from vllm_coserve.weights.peer_messages import Broadcast
+from vllm_coserve.weights.peering.messages import Broadcast
 from vllm_coserve.weights.publisher import Publisher
 from vllm_coserve.weights.relay import Relay
 from vllm_coserve.weights.sharding import ModelShape, cut_for

@@ -27,10 +27,11 @@ from tests.bench import results
 from tests.unit.tcp_proxy import Bucket, TcpProxy, pace
 from vllm_coserve.policy.broadcast import Link, Task, make_plan
 from vllm_coserve.weights.codec import encode
-from vllm_coserve.weights.peer_messages import Broadcast
-from vllm_coserve.weights.peers import Peer, PeerClient
+from vllm_coserve.weights.peering.messages import Broadcast
+from vllm_coserve.weights.peering.reader import Peer, PeerClient
 from vllm_coserve.weights.publisher import Publisher
-from vllm_coserve.weights.relay import Relay, RelayClient
+from vllm_coserve.weights.relay import Relay
+from vllm_coserve.weights.relay_client import RelayClient
 from vllm_coserve.weights.replica import Replica
 
 _WORKER_RATE = 1.25e6  # bytes/s

@@ -26,7 +26,8 @@ from vllm_coserve.demo.models import ROLLOUT_SPEC, SERVING_SPEC, ModelSpec, ensu
 from vllm_coserve.demo.servers import HOST_CORE, running_engine
 from vllm_coserve.weights.codec import bits_of
 from vllm_coserve.weights.publisher import Publisher
-from vllm_coserve.weights.relay import Relay, RelayClient
+from vllm_coserve.weights.relay import Relay
+from vllm_coserve.weights.relay_client import RelayClient
 
 _SPECS = (
     ROLLOUT_SPEC,

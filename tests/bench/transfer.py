@@ -20,7 +20,8 @@ import torch
 
 from vllm_coserve.weights.codec import bits_of, encode, part_of
 from vllm_coserve.weights.publisher import Cut, Encoder, Publisher
-from vllm_coserve.weights.relay import Relay, RelayClient
+from vllm_coserve.weights.relay import Relay
+from vllm_coserve.weights.relay_client import RelayClient
 from vllm_coserve.weights.replica import Replica
 from vllm_coserve.weights.sharding import ModelShape, Rank, Region, engine_regions, fsdp_region, plan
 from vllm_coserve.weights.store import Buffer, PieceEntry

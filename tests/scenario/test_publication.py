@@ -18,7 +18,8 @@ from transformers import AutoModelForCausalLM
 from tests.scenario.harness import RunningPair, bearer, prompt, wait_for
 from tests.scenario.proxy_harness import AUTH, dedicated_engine, running_proxy, wait_usable, workers_of
 from vllm_coserve.weights.publisher import Publisher
-from vllm_coserve.weights.relay import Relay, RelayClient
+from vllm_coserve.weights.relay import Relay
+from vllm_coserve.weights.relay_client import RelayClient
 from vllm_coserve.weights.sharding import ModelShape, cut_for
 
 pytestmark = [pytest.mark.scenario, pytest.mark.timeout(300)]

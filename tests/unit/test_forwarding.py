@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
-from vllm_coserve.weights.forwarder import Forwarder, Frame
-from vllm_coserve.weights.peer_messages import (
+from vllm_coserve.weights.peering.forwarder import Forwarder, Frame
+from vllm_coserve.weights.peering.messages import (
     RELAY,
     Broadcast,
     DigestAnswer,
@@ -20,8 +20,8 @@ from vllm_coserve.weights.peer_messages import (
     PeerReport,
     digests,
 )
+from vllm_coserve.weights.peering.tracker import SILENT_S, Tracker
 from vllm_coserve.weights.store import Release
-from vllm_coserve.weights.tracker import SILENT_S, Tracker
 
 _KEY = "relay-key"
 _CHUNK = 4096

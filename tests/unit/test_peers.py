@@ -12,16 +12,18 @@ import pytest
 import torch
 
 from tests.unit.tcp_proxy import Bucket, TcpProxy
-from vllm_coserve.weights import forwarder as forwarder_module
-from vllm_coserve.weights import peer_sources, peers
-from vllm_coserve.weights.peer_messages import (
+from vllm_coserve.weights.peering import forwarder as forwarder_module
+from vllm_coserve.weights.peering import reader as peer_reader
+from vllm_coserve.weights.peering import sources
+from vllm_coserve.weights.peering.messages import (
     Broadcast,
     Grid,
     digests,
 )
-from vllm_coserve.weights.peers import Peer, PeerClient, open_reader
+from vllm_coserve.weights.peering.reader import Peer, PeerClient, open_reader
 from vllm_coserve.weights.publisher import Publisher
-from vllm_coserve.weights.relay import Relay, RelayClient
+from vllm_coserve.weights.relay import Relay
+from vllm_coserve.weights.relay_client import RelayClient
 from vllm_coserve.weights.replica import Replica
 from vllm_coserve.weights.store import BucketEntry, CorruptError, Manifest, RelayError, Release
 
@@ -35,11 +37,11 @@ _SEVEN = Release(7)
 def _short_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forwarder_module, "WAIT_FRAME_S", 0.05)
     monkeypatch.setattr(forwarder_module, "_WAIT_BOUND_S", 3.0)
-    monkeypatch.setattr(peer_sources, "SILENCE_BOUND_S", 0.8)
-    monkeypatch.setattr(peer_sources, "RELAY_SILENCE_BOUND_S", 2.0)
-    monkeypatch.setattr(peer_sources, "_JUDGED_S", 0.3)
-    monkeypatch.setattr(peers, "_RETRY_S", 0.02)
-    monkeypatch.setattr(peers, "_FIRST_REPORT_S", 0.05)
+    monkeypatch.setattr(sources, "SILENCE_BOUND_S", 0.8)
+    monkeypatch.setattr(sources, "RELAY_SILENCE_BOUND_S", 2.0)
+    monkeypatch.setattr(sources, "_JUDGED_S", 0.3)
+    monkeypatch.setattr(peer_reader, "_RETRY_S", 0.02)
+    monkeypatch.setattr(peer_reader, "_FIRST_REPORT_S", 0.05)
 
 
 @dataclass
@@ -131,13 +133,13 @@ def _through(peer: Peer, **faults: object) -> TcpProxy:
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     """(bucket, first byte) of each read from the relay."""
     calls: list[tuple[str, int]] = []
-    plain = peer_sources.Source._plain
+    plain = sources.Source._plain
 
-    def record(self: peer_sources.Source, grid: Grid, start: int, room: memoryview) -> Iterator[int]:
+    def record(self: sources.Source, grid: Grid, start: int, room: memoryview) -> Iterator[int]:
         calls.append((grid.name, start))
         return plain(self, grid, start, room)
 
-    monkeypatch.setattr(peer_sources.Source, "_plain", record)
+    monkeypatch.setattr(sources.Source, "_plain", record)
     return calls
 
 
@@ -373,9 +375,9 @@ def test_a_process_follows_one_relay_at_a_time(make) -> None:
     reader = open_reader(first.front.url, _KEY)
     assert first.read(reader) == first.data
     reader.close()
-    forwarder = peers._HERE[0].forwarder
+    forwarder = peer_reader._HERE[0].forwarder
     again = open_reader(first.front.url, _KEY)
     assert again._peer.forwarder is forwarder
     other = open_reader(second.front.url, _KEY)
     assert forwarder._closed and other._peer.forwarder is None
-    peers._HERE.clear()
+    peer_reader._HERE.clear()

@@ -6,7 +6,8 @@ import threading
 
 import pytest
 
-from vllm_coserve.weights.relay import Relay, RelayClient
+from vllm_coserve.weights.relay import Relay
+from vllm_coserve.weights.relay_client import RelayClient
 from vllm_coserve.weights.sharding import Region
 from vllm_coserve.weights.store import Arrived, BucketEntry, Contents, Manifest, PieceEntry, RelayError, Release
 

@@ -15,7 +15,8 @@ from msgspec.structs import replace
 
 from vllm_coserve.weights.codec import Kind, bits_of, encode
 from vllm_coserve.weights.publisher import Publisher
-from vllm_coserve.weights.relay import Relay, RelayClient
+from vllm_coserve.weights.relay import Relay
+from vllm_coserve.weights.relay_client import RelayClient
 from vllm_coserve.weights.replica import Replica
 from vllm_coserve.weights.sharding import Region
 from vllm_coserve.weights.store import Contents, CorruptError, Manifest, RelayError, Release

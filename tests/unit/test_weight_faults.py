@@ -17,10 +17,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.unit.relay_world import RelayProcess, Wire
-from vllm_coserve.weights import relay as relay_module
+from vllm_coserve.weights import relay_client
 from vllm_coserve.weights.codec import bits_of
 from vllm_coserve.weights.publisher import Publisher
-from vllm_coserve.weights.relay import Relay, RelayClient
+from vllm_coserve.weights.relay import Relay
+from vllm_coserve.weights.relay_client import RelayClient
 from vllm_coserve.weights.replica import Replica
 from vllm_coserve.weights.store import GoneError, RelayError, Release
 
@@ -94,7 +95,7 @@ class _World:
 
 @pytest.fixture
 def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[_World]:
-    monkeypatch.setattr(relay_module, "_RETRY_S", 0.02)
+    monkeypatch.setattr(relay_client, "_RETRY_S", 0.02)
     process = RelayProcess()
     wire = Wire(process.port)
     yield _World(process, wire)
@@ -153,7 +154,7 @@ def test_a_relay_that_was_started_anew_gets_a_whole_version(world: _World) -> No
 def test_a_relay_that_stands_still_is_waited_for_within_bounds(world: _World, monkeypatch: pytest.MonkeyPatch) -> None:
     world.publisher.publish(1, world.weights.items())
     world.follow(1)
-    monkeypatch.setattr(relay_module, "_SOCKET_BOUND_S", 0.05)
+    monkeypatch.setattr(relay_client, "_SOCKET_BOUND_S", 0.05)
     for client in (world.worker, world.publisher._store):
         client.close()
     world.relay.send(signal.SIGSTOP)
@@ -166,7 +167,7 @@ def test_a_relay_that_stands_still_is_waited_for_within_bounds(world: _World, mo
     assert time.monotonic() - start < _BOUND_S
     assert world.replica.version == 1 and _same(world.replica, world.weights)
     world.relay.send(signal.SIGCONT)
-    monkeypatch.setattr(relay_module, "_SOCKET_BOUND_S", 30.0)
+    monkeypatch.setattr(relay_client, "_SOCKET_BOUND_S", 30.0)
     world.weights = _trained(new, 2)
     assert world.publisher.publish(3, world.weights.items()) == [Release(3)]
     world.follow(3)

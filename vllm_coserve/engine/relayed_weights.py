@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from vllm_coserve.engine.checkpoint import other_model
-from vllm_coserve.weights.peers import open_reader
+from vllm_coserve.weights.peering.reader import open_reader
 from vllm_coserve.weights.replica import Replica
 
 # Dedicated engines have no configuration of this project's own. Only used where a job has engines forward weights.

@@ -18,7 +18,7 @@ from vllm_coserve.control.block import ControlBlock
 from vllm_coserve.control.words import Bell, Word
 from vllm_coserve.engine.checkpoint import difference, known_shapes, repack_embeddings
 from vllm_coserve.engine.relayed_weights import NEWER, Puller, RelayedWeights
-from vllm_coserve.weights.peers import stop_forwarding
+from vllm_coserve.weights.peering.reader import stop_forwarding
 from vllm_coserve.weights.replica import Replica
 
 _FREED_FROM_BYTES = 64 << 10  # smaller parameters stay: some of them (scales) are in no checkpoint

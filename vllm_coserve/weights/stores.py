@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from vllm_coserve.weights.mooncake import MooncakeStore
-from vllm_coserve.weights.relay import RelayClient
+from vllm_coserve.weights.relay_client import RelayClient
 from vllm_coserve.weights.store import RelayStore
 
 

@@ -21,7 +21,7 @@ from enum import IntEnum
 from typing import Any
 
 from vllm_coserve.weights.bearer import Bearer
-from vllm_coserve.weights.peer_messages import Grid
+from vllm_coserve.weights.peering.messages import Grid
 
 FRAME = struct.Struct(">BI")
 CONNECTIONS_MAX = 64

@@ -17,7 +17,7 @@ import msgspec
 
 from vllm_coserve.policy.broadcast import Arrival, Chains, Link, Task, join, make_plan, predict, rebuild, upstream
 from vllm_coserve.policy.peer_scores import Record, forwards, observed, score
-from vllm_coserve.weights.peer_messages import (
+from vllm_coserve.weights.peering.messages import (
     RELAY,
     Broadcast,
     BucketDigests,

@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from vllm_coserve.weights.forwarder import Forwarder
-from vllm_coserve.weights.peer_messages import (
+from vllm_coserve.weights.peering.forwarder import Forwarder
+from vllm_coserve.weights.peering.messages import (
     RELAY,
     DigestAnswer,
     DigestQuery,
@@ -27,8 +27,8 @@ from vllm_coserve.weights.peer_messages import (
     PeerAdvice,
     PeerReport,
 )
-from vllm_coserve.weights.peer_sources import CONNECT_BOUND_S, Source, SourceError
-from vllm_coserve.weights.relay import RelayClient
+from vllm_coserve.weights.peering.sources import CONNECT_BOUND_S, Source, SourceError
+from vllm_coserve.weights.relay_client import RelayClient
 from vllm_coserve.weights.store import Buffer, CorruptError, Manifest, RelayError, RelayStore, Release
 from vllm_coserve.weights.stores import open_store
 

@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable, Iterator
 from urllib.parse import urlsplit
 
-from vllm_coserve.weights.forwarder import FRAME, WAIT_FRAME_S, Frame
-from vllm_coserve.weights.peer_messages import RELAY, Grid, Outcome
+from vllm_coserve.weights.peering.forwarder import FRAME, WAIT_FRAME_S, Frame
+from vllm_coserve.weights.peering.messages import RELAY, Grid, Outcome
 
 CONNECT_BOUND_S = 2.0
 SILENCE_BOUND_S = 6 * WAIT_FRAME_S  # of a peer: it has something to say every half second
