@@ -246,7 +246,7 @@ def markdown(result: dict[str, Any]) -> str:
         f"{result['chunk_bytes'] >> 10} KiB. No uplink cap at all: "
         f"{result['nbytes'] / result['worker_bytes_per_s']:.1f} s. What is empty was not run, only predicted.\n\n"
     )
-    head = ["uplink Mbit/s", "workers", "star", "chains, first version", "chains, later", "90 % of the workers"]
+    head = ["uplink Mbit/s", "workers", "star", "chains, first version", "chains, later", "of these 90 %"]
     head += ["copies the relay sent", "CPU", "predicted: star", "predicted: chains", "of so many"]
     return text + results.table(head, [_line(row) for row in result["rows"]])
 
