@@ -60,11 +60,13 @@ done
 [ -z "$reason" ] || exit 1
 
 mkdir -p "$work"
-# The package with its entry points, from this checkout; nothing is downloaded.
-site=$work/site
-rm -rf "$site"
+# The package with its entry points, from a copy of this checkout, which stays as it is; nothing is downloaded.
+site=$work/site source=$work/source
+rm -rf "$site" "$source" && mkdir -p "$source"
+tar -cf - --exclude=__pycache__ --exclude=vllm_coserve/kernels setup.py pyproject.toml README.md vllm_coserve rl_driver \
+    kernels | tar -xf - -C "$source"
 if ! "$python" -m pip install -q --no-deps --no-build-isolation --no-compile --disable-pip-version-check \
-    --target "$site" "$root" > "$work/install.log" 2>&1; then
+    --target "$site" "$source" > "$work/install.log" 2>&1; then
     echo "run.sh: the checkout could not be installed, it is used as it is; see $work/install.log" >&2
     rm -rf "$site" && mkdir -p "$site/vllm_coserve"
     ln -sf "$root"/vllm_coserve/* "$site/vllm_coserve/"

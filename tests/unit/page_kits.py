@@ -5,7 +5,7 @@ import os
 
 from tests.unit.fake_cuda import GRANULARITY, Board, FakeCuda
 from vllm_coserve.memory.cuda import CudaDriver, CudaEraser, NoEraser
-from vllm_coserve.memory.cuda_calls import Device
+from vllm_coserve.memory.cuda_calls import CudaCallError, Device
 from vllm_coserve.memory.cuda_pages import BudgetPages, SharedPages, import_page, make_pool
 from vllm_coserve.memory.host import HostDriver, PoolEraser, create_pool
 
@@ -113,3 +113,17 @@ class BudgetKit(CudaKit):
 
 
 KITS = [HostKit, CudaKit, BudgetKit]
+
+
+def until_done(call, *args):
+    """Call until nothing fails; returns what it gives, and the failures."""
+    for failures in range(5):
+        try:
+            return call(*args), failures
+        except CudaCallError:
+            pass
+    raise AssertionError("it fails for ever")
+
+
+def expected(kit, table):
+    return table if isinstance(kit.pool, SharedPages) else [min(page, 0) for page in table]
