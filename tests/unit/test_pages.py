@@ -1,7 +1,5 @@
-"""Ledger, host driver and mapper: one owner a page, nothing of one owner seen by the next, faults injected."""
+"""Ledger, page drivers and mapper: one owner a page, nothing of one owner seen by the next, faults injected."""
 
-import ctypes
-import os
 import signal
 import subprocess
 import sys
@@ -11,34 +9,35 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.unit.page_kits import KITS
 from vllm_coserve.api.errors import ConfigurationError
-from vllm_coserve.memory.host import HostDriver, PoolEraser, create_pool
+from vllm_coserve.memory.host import create_pool
 from vllm_coserve.memory.ledger import Owner, RolloutLedger, ServingLedger, runs
 from vllm_coserve.memory.mapper import TableMapper, table_difference
 
 _PAGE, _PAGES = 64 << 10, 8
 
 
-@pytest.fixture
-def pool_fd():
-    fd = create_pool(_PAGES, _PAGE)
-    yield fd
-    os.close(fd)
+@pytest.fixture(params=KITS)
+def kit(request):
+    kit = request.param(_PAGES)
+    yield kit
+    kit.close()
 
 
-def test_pages_are_zero_for_the_next_owner(pool_fd):
-    eraser = PoolEraser(pool_fd, _PAGES, _PAGE)
+def test_pages_are_zero_for_the_next_owner(kit):
+    eraser = kit.eraser()
     owners = np.zeros(_PAGES, dtype=np.uint8)
     ledger, theirs = ServingLedger(owners, eraser.zero), RolloutLedger(owners)
-    rollout, serving = HostDriver(pool_fd, _PAGES, _PAGE), HostDriver(pool_fd, _PAGES, _PAGE)
+    rollout, serving = kit.driver("rollout"), kit.driver("serving")
     pages = ledger.take(3, Owner.ROLLOUT)
     rollout.map_run(2, pages[0], 3)
-    ctypes.memset(rollout.address + 2 * _PAGE, 0xAB, 3 * _PAGE)
+    kit.fill(rollout, 2, 3, 0xAB)
     rollout.unmap_run(2, 3)
     theirs.put(pages)
     assert ledger.take(_PAGES, Owner.SERVING) == list(range(_PAGES))
     serving.map_run(0, 0, _PAGES)
-    assert not any(ctypes.string_at(serving.address, _PAGES * _PAGE))
+    assert not any(kit.read(serving, 0, _PAGES))
     for d in (rollout, serving, eraser):
         d.close()
 
@@ -56,11 +55,15 @@ def test_an_access_to_an_unmapped_slot_ends_the_process():
     assert done.stdout == "mapped ok\n"
 
 
-def test_slots_outside_the_range_are_refused(pool_fd):
-    driver = HostDriver(pool_fd, 4, _PAGE)
+def test_slots_outside_the_range_are_refused(kit):
+    driver = kit.driver("serving", 4)
     for slot, count in ((-1, 1), (4, 1), (3, 2), (0, 0)):
-        with pytest.raises(ValueError):
-            driver.map_run(slot, 0, count)
+        for call in (
+            lambda at=slot, n=count: driver.map_run(at, 0, n),
+            lambda at=slot, n=count: driver.unmap_run(at, n),
+        ):
+            with pytest.raises(ValueError):
+                call()
     driver.close()
 
 

@@ -28,10 +28,10 @@ def test_bad_sizes_are_refused():
 class SlotTableMachine(RuleBasedStateMachine):
     """Drives the table as a block pool does, and recounts everything after each step."""
 
-    @initialize(block_bytes=st.integers(3, 40), page_bytes=st.integers(8, 32))
-    def start(self, block_bytes, page_bytes):
+    @initialize(block_bytes=st.integers(3, 40), page_bytes=st.integers(8, 32), keeps=st.booleans())
+    def start(self, block_bytes, page_bytes, keeps):
         self.g = Geometry(block_bytes, page_bytes, 8)
-        self.t = SlotTable(self.g)
+        self.t = SlotTable(self.g, len(self.g.slots_of(NULL_BLOCK)) if keeps else 0)
         self.used, self.cached, self.pages = set(), set(), iter(range(10**6))
 
     def usable(self):
@@ -40,6 +40,7 @@ class SlotTableMachine(RuleBasedStateMachine):
     @rule(count=st.integers(1, 4))
     def map_more(self, count):
         slots = self.t.unmapped_slots(count)
+        assert all(slot >= self.t.kept_slots for slot in slots)
         before = self.usable()
         gained = self.t.map(slots, [next(self.pages) for _ in slots])
         assert set(gained) == self.usable() - before

@@ -30,6 +30,8 @@ class Context(BaseModel):
     members_fd: int  # every process that maps the pool for the rollout holds a shared file lock on it
     rollout_port: int
     serving_port: int
+    device: Literal["cpu", "cuda"] = "cpu"
+    pages_socket: str = ""  # "cuda": where the serving engine gives handles to the pool's pages; pool_fd is empty
     config: CoserveConfig
 
     def open(self, fd: int) -> int:

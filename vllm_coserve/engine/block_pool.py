@@ -37,12 +37,18 @@ class ElasticBlockPool(BlockPool):
     """
 
     def __init__(
-        self, *args: object, geometry: Geometry, pager: Pager, group_by_request: bool, **kwargs: object
+        self,
+        *args: object,
+        geometry: Geometry,
+        pager: Pager,
+        group_by_request: bool,
+        kept_slots: int = 0,
+        **kwargs: object,
     ) -> None:
         super().__init__(*args, **kwargs)  # type: ignore[arg-type]
         self._pager = pager
         self._group = group_by_request
-        self.slots = SlotTable(geometry)
+        self.slots = SlotTable(geometry, kept_slots)
         if self.num_gpu_blocks > geometry.num_blocks:
             raise ContractError(f"vLLM made {self.num_gpu_blocks} blocks, the pool has room for {geometry.num_blocks}")
         self.free_block_queue.popleft_n(self.free_block_queue.num_free_blocks)

@@ -6,7 +6,9 @@ import argparse
 import contextlib
 import os
 import sys
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, get_args
 
 from vllm_coserve.api.config import CoserveConfig, MemoryMode, Policy, Role, StartState, flag_of, parse_config
@@ -14,6 +16,7 @@ from vllm_coserve.api.context import Context
 from vllm_coserve.api.errors import ConfigurationError, CoserveError
 from vllm_coserve.control.block import ControlBlock
 from vllm_coserve.control.words import Word
+from vllm_coserve.engine.device import device_type
 from vllm_coserve.engine.life import socket_folder
 from vllm_coserve.engine.preflight import (
     DEFAULT_POOL_GIB,
@@ -23,7 +26,7 @@ from vllm_coserve.engine.preflight import (
     preflight,
 )
 from vllm_coserve.engine.seams import original, patch
-from vllm_coserve.engine.supervisor import EXIT_CONFIGURATION, Supervisor
+from vllm_coserve.engine.supervisor import EXIT_CONFIGURATION, GPU_SHARE_AT_START, Supervisor
 
 _CHOICES = {
     "policy": get_args(Policy),
@@ -107,6 +110,23 @@ def serve(args: argparse.Namespace) -> None:
     return None
 
 
+def pages_socket() -> Path:
+    """Where handles to the pool's pages are passed: beside vLLM's own sockets, with this process's number."""
+    folder = os.environ.get("VLLM_RPC_BASE_PATH") or tempfile.gettempdir()
+    return Path(folder) / f"coserve-pages-{os.getpid()}"
+
+
+def suit_gpu(args: argparse.Namespace) -> None:
+    """Set what the serving engine needs on a GPU that it shares; the rollout engine is started with the same.
+
+    No step is in flight between two steps, or the device could not be lent there. And vLLM would not start where less
+    memory is free than its share of the device, which is there for KV memory: here the pool is that.
+    """
+    print("coserve: co-serving on a GPU has not been run on a device yet; see the README", file=sys.stderr)
+    args.async_scheduling = False
+    args.gpu_memory_utilization = GPU_SHARE_AT_START
+
+
 @contextlib.contextmanager
 def pair(args: argparse.Namespace, config: CoserveConfig) -> Iterator[Context]:
     """Make the shared memory of a pair, start its rollout engine, and end all of it with the server.
@@ -117,21 +137,27 @@ def pair(args: argparse.Namespace, config: CoserveConfig) -> Iterator[Context]:
     from vllm_coserve.engine.install import install
     from vllm_coserve.memory.host import create_pool
 
-    preflight(args, config)
-    pool_pages = pool_size_pages(config)
+    device = device_type()
+    preflight(args, config, device)
+    pool_pages = pool_size_pages(config, device)
     block, control_fd = ControlBlock.create(pool_pages, PAGE_BYTES)
     context = Context(
         side="serving",
         owner_pid=os.getpid(),
         control_fd=control_fd,
-        pool_fd=create_pool(pool_pages, PAGE_BYTES),
+        # On a GPU the engine core makes the pool, in the process that computes.
+        pool_fd=create_pool(pool_pages if device == "cpu" else 1, PAGE_BYTES),
         members_fd=os.memfd_create("coserve-members", os.MFD_CLOEXEC),
         rollout_port=config.rollout_port,
         serving_port=args.port or 8000,
+        device=device,
+        pages_socket=str(pages_socket()),
         config=config,
     )
     # The pool takes the place of vLLM's own KV memory; its size is what get_kv_cache_configs is told instead.
     args.kv_cache_memory_bytes = 64 << 20
+    if device == "cuda":
+        suit_gpu(args)
     block.set(Word.ACTIVE_WANTED, int(config.start == "active"))
     context.export()
     install(context)

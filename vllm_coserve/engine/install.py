@@ -12,8 +12,10 @@ from vllm_coserve.api.errors import ContractError
 from vllm_coserve.control.block import ControlBlock
 from vllm_coserve.control.words import Word
 from vllm_coserve.engine.core_runtime import KIND_WORKER, SIDE_ROLLOUT, SIDE_SERVING, CoreRuntime, logger
+from vllm_coserve.engine.device import wait_for_device
 from vllm_coserve.engine.seams import add_method, patch
 from vllm_coserve.engine.worker_hooks import TorchWithKvTensor, WorkerRuntime
+from vllm_coserve.memory.devices import kept_slots
 
 LOAD_WEIGHTS = "coserve_load_weights"  # utility methods of the rollout's engine core
 PULL_WEIGHTS = "coserve_pull_weights"
@@ -116,14 +118,16 @@ def _needs_second_call(worker: Any, scheduler_output: Any) -> bool:
 
 def _install_worker(process: _Process) -> None:
     def allocate_with(original: Any) -> Any:
-        def allocate_kv_cache(*args: Any, **kwargs: Any) -> Any:
+        def allocate_kv_cache(kv_cache_config: Any, *args: Any, **kwargs: Any) -> Any:
             import vllm.v1.worker.utils as utils
 
             genuine = utils.torch
-            shim = TorchWithKvTensor(genuine, process.worker.kv_tensor)
+            tensors = kv_cache_config.kv_cache_tensors
+            block_bytes = tensors[0].block_stride if tensors else 1
+            shim = TorchWithKvTensor(genuine, lambda nbytes: process.worker.kv_tensor(nbytes, block_bytes))
             utils.torch = shim
             try:
-                caches = original(*args, **kwargs)
+                caches = original(kv_cache_config, *args, **kwargs)
             finally:
                 utils.torch = genuine
             if shim.calls != 1:
@@ -137,7 +141,9 @@ def _install_worker(process: _Process) -> None:
         def execute_model(self: Any, scheduler_output: Any) -> Any:
             process.worker.sync()
             output = original(self, scheduler_output)
-            if output is None and not _needs_second_call(self, scheduler_output):
+            # On a GPU the worker is in the engine core's process, and vLLM's warm-up makes the second call itself.
+            one_process = process.context.device == "cuda"
+            if output is None and not one_process and not _needs_second_call(self, scheduler_output):
                 # vLLM asks for the sample in a second call, so that it can make a grammar's bitmask meanwhile. Without
                 # a grammar that is one more hand-over between processes for nothing.
                 return self.sample_tokens(None)
@@ -187,6 +193,7 @@ def _install_memory(process: _Process) -> None:
                 geometry=core.geometry,
                 pager=core,
                 group_by_request=process.side == SIDE_ROLLOUT,
+                kept_slots=kept_slots(core.geometry, process.context.device),
                 **kwargs,
             )
             return core.pool
@@ -253,7 +260,11 @@ def _install_loop(process: _Process) -> None:
 
     def updated(original: Any) -> Any:
         def update_from_output(self: Any, scheduler_output: Any, model_runner_output: Any) -> Any:
-            process.core.guarded("handing over", lambda: process.core.after_device(scheduler_output))
+            def hand_over() -> None:
+                wait_for_device(process.context)
+                process.core.after_device(scheduler_output)
+
+            process.core.guarded("handing over", hand_over)
             return original(self, scheduler_output, model_runner_output)
 
         return update_from_output
@@ -321,9 +332,9 @@ def _install_rollout_loop(process: _Process) -> None:
         """Called by name from the sidecar's API server."""
         return process.core.load_weights(path, version)
 
-    def pull_weights(core: Any, url: str, key: str, number: int, version: str) -> Any:
+    def pull_weights(core: Any, source: dict[str, Any], version: str) -> Any:
         """Called by name from the sidecar's API server."""
-        return process.core.pull_weights(url, key, number, version)
+        return process.core.pull_weights(source, version)
 
     def step(original: Any) -> Any:
         def _process_engine_step(self: Any) -> bool:

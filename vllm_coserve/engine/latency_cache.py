@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_coserve import __version__
+from vllm_coserve.engine.device import device_type
 from vllm_coserve.policy.latency import LatencyModel
 
 logger = logging.getLogger("vllm.coserve")
@@ -124,6 +125,10 @@ def _run(core: Any, step: Callable[[], Any], prompt_lens: list[int], max_tokens:
 
 
 def _device_name() -> str:
+    if device_type() == "cuda":
+        from vllm.platforms import current_platform
+
+        return current_platform.get_device_name()
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):

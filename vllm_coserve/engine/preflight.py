@@ -8,6 +8,7 @@ from pathlib import Path
 
 from vllm_coserve.api.config import CoserveConfig
 from vllm_coserve.api.errors import ConfigurationError
+from vllm_coserve.engine.device import device_memory_bytes
 from vllm_coserve.policy.memory import MemoryConfig, headroom_pages
 
 PAGE_BYTES = 2 << 20
@@ -17,13 +18,13 @@ _GIB = 1 << 30
 _POOL_PAGES_MIN, _LENT_PAGES_MIN = 4, 2
 
 
-def pool_size_pages(config: CoserveConfig) -> int:
+def pool_size_pages(config: CoserveConfig, device: str = "cpu") -> int:
     """Pages of the pool.
 
     Raises:
         ConfigurationError: it is too small to lend anything, or larger than the memory that is available.
     """
-    pages = int(pool_gib(config) * _GIB) // PAGE_BYTES
+    pages = int(pool_gib(config, device) * _GIB) // PAGE_BYTES
     if pages < _POOL_PAGES_MIN:
         raise ConfigurationError(
             f"--coserve-pool-gib {config.pool_gib}: the pool needs at least {_POOL_PAGES_MIN} pages of 2 MiB"
@@ -36,13 +37,13 @@ def pool_size_pages(config: CoserveConfig) -> int:
     return pages
 
 
-def pool_gib(config: CoserveConfig) -> float:
+def pool_gib(config: CoserveConfig, device: str = "cpu") -> float:
     """Size of the page pool in GiB, checked against the memory there is.
 
     Raises:
         ConfigurationError: more than is available.
     """
-    available = available_memory_bytes() / _GIB
+    available = available_memory_bytes(device) / _GIB
     if config.pool_gib is None:
         return min(DEFAULT_POOL_GIB, available * DEFAULT_POOL_SHARE)
     if config.pool_gib > available:
@@ -53,15 +54,17 @@ def pool_gib(config: CoserveConfig) -> float:
     return config.pool_gib
 
 
-def available_memory_bytes() -> int:
-    """Memory that can be had without swapping."""
+def available_memory_bytes(device: str = "cpu") -> int:
+    """Memory for models and pool: the GPU's in all, or what a CPU machine can give without swapping."""
+    if device == "cuda":
+        return device_memory_bytes()
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
     raise ConfigurationError("/proc/meminfo does not say how much memory is available: give --coserve-pool-gib")
 
 
-def preflight(args: argparse.Namespace, config: CoserveConfig) -> None:
+def preflight(args: argparse.Namespace, config: CoserveConfig, device: str = "cpu") -> None:
     """Find what cannot work before anything is started.
 
     Raises:
@@ -79,12 +82,17 @@ def preflight(args: argparse.Namespace, config: CoserveConfig) -> None:
         if (getattr(args, flag, 1) or 1) > 1:
             name = "--" + flag.replace("_", "-")
             raise ConfigurationError(f"--coserve-rollout lends one device: {name} must be 1, or leave co-serving off")
+    if device == "cuda" and getattr(args, "distributed_executor_backend", None) not in (None, "uni"):
+        raise ConfigurationError(
+            "--coserve-rollout on a GPU needs the worker in the engine core's process: leave "
+            "--distributed-executor-backend out"
+        )
     if getattr(args, "kv_transfer_config", None):
         raise ConfigurationError("--coserve-rollout cannot be combined with --kv-transfer-config yet: leave one out")
     if getattr(args, "headless", False) or getattr(args, "grpc", False):
         raise ConfigurationError("--coserve-rollout needs vLLM's HTTP API server: leave --headless and --grpc out")
     check_model(config.rollout)
-    check_fits(args, config)
+    check_fits(args, config, device)
 
 
 def check_port(host: str, port: int, flag: str) -> None:
@@ -97,13 +105,13 @@ def check_port(host: str, port: int, flag: str) -> None:
         raise ConfigurationError(f"port {port} cannot be used ({exc.strerror}): give another with {flag}") from exc
 
 
-def check_fits(args: argparse.Namespace, config: CoserveConfig) -> None:
+def check_fits(args: argparse.Namespace, config: CoserveConfig, device: str = "cpu") -> None:
     """Raises ConfigurationError when weights of both models and the pool are more than the memory that is available."""
     if "dummy" in (getattr(args, "load_format", ""), *config.rollout_argv):
         return  # the files are not what will be loaded
     models = getattr(args, "model_tag", None) or getattr(args, "model", ""), config.rollout
     serving, rollout = (weight_bytes(Path(m)) / _GIB for m in models)
-    available, pool = available_memory_bytes() / _GIB, pool_gib(config)
+    available, pool = available_memory_bytes(device) / _GIB, pool_gib(config, device)
     if serving + rollout + pool > available:
         raise ConfigurationError(
             f"weights of {serving:.1f} GiB (serving) and {rollout:.1f} GiB (rollout) and a pool of {pool:.1f} GiB do "

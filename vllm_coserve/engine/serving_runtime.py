@@ -13,8 +13,9 @@ from vllm_coserve.control.block import WHO_SERVING, ControlBlock
 from vllm_coserve.control.events import EventKind, Writer
 from vllm_coserve.control.gate import ServingGate
 from vllm_coserve.control.words import Bell, Word
-from vllm_coserve.engine.core_runtime import SIDE_ROLLOUT, SIDE_SERVING, CoreRuntime, logger
-from vllm_coserve.memory.host import PoolEraser
+from vllm_coserve.engine.core_runtime import KIND_WORKER, SIDE_ROLLOUT, SIDE_SERVING, CoreRuntime, logger
+from vllm_coserve.engine.device import device_index, has_ended
+from vllm_coserve.memory.devices import make_eraser
 from vllm_coserve.memory.ledger import Owner, ServingLedger, nobody_holds
 from vllm_coserve.policy.admission import Grant, RolloutOffer, admit, idle_chunk_tokens
 from vllm_coserve.policy.feedback import SpendController
@@ -51,8 +52,7 @@ class ServingRuntime(CoreRuntime):
 
     def __init__(self, context: Context, block: ControlBlock) -> None:
         super().__init__(context, block)
-        pool_fd = context.open(context.pool_fd)
-        self._eraser = PoolEraser(pool_fd, block.pool_pages, block.page_bytes)
+        self._eraser = make_eraser(context, block.pool_pages, block.page_bytes, device_index(context))
         self._members_fd = context.open(context.members_fd)
         self.ledger = ServingLedger(block.owners, self._eraser.zero)
         self.gate = ServingGate(block)
@@ -390,6 +390,9 @@ class ServingRuntime(CoreRuntime):
         block = self.block
         dead = block.get(Word.GENERATION_DEAD)
         if dead <= block.get(Word.GENERATION_CLEARED) or not nobody_holds(self._members_fd):
+            return
+        # On a GPU the lock may go before the process's last kernels do; both have gone once its last thread has.
+        if self.context.device == "cuda" and not has_ended(block.member_pid(SIDE_ROLLOUT, KIND_WORKER)):
             return
         pages = self.ledger.put_all_of_rollout()
         block.rollout_table[:] = -1

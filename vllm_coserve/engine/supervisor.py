@@ -30,6 +30,7 @@ _HEALTHY_AFTER_S = 5.0  # a sidecar that was up for so long starts with the firs
 _STOP_GRACE_S = 5.0
 _END_TRIES, _END_RETRY_S = 4, 4.0
 EXIT_CONFIGURATION = 2
+GPU_SHARE_AT_START = 0.01  # of the device that must be free for an engine to start; see `cli.suit_gpu`
 _GROUP_GRACE_S = 3.0
 _POLL_S = 0.02
 _CLEAR_TIMEOUT_S = 10.0
@@ -201,7 +202,10 @@ class Supervisor:
             env["VLLM_API_KEY"] = self._api_keys[0]  # not on the command line, which everybody can read
         argv = [sys.executable, "-m", "vllm_coserve.engine.sidecar", "serve", config.rollout]
         argv += ["--port", str(config.rollout_port), "--host", "127.0.0.1", "--kv-cache-memory-bytes", str(64 << 20)]
-        argv += ["--no-async-scheduling", "--enable-scale-out", *config.rollout_argv]
+        argv += ["--no-async-scheduling", "--enable-scale-out"]
+        if self._context.device == "cuda":
+            argv += ["--gpu-memory-utilization", str(GPU_SHARE_AT_START)]
+        argv += config.rollout_argv
         # No session of its own: with autogroups, priorities count among the tasks of a session only.
         return subprocess.Popen(argv, env=env, process_group=0, stdin=subprocess.DEVNULL)
 

@@ -15,8 +15,11 @@ from vllm_coserve.api.context import Context
 from vllm_coserve.api.errors import ContractError
 from vllm_coserve.control.block import ControlBlock
 from vllm_coserve.control.words import Bell, Word
-from vllm_coserve.memory.host import HostDriver
+from vllm_coserve.engine.device import device_index
+from vllm_coserve.memory.devices import kept_slots, make_driver
+from vllm_coserve.memory.geometry import Geometry
 from vllm_coserve.memory.mapper import TableMapper
+from vllm_coserve.memory.tensors import int8_over
 
 logger = logging.getLogger("vllm.coserve")
 
@@ -64,11 +67,15 @@ class WorkerRuntime:
         self._mapped_bell = Bell.SERVING_MAPPED if serving else Bell.ROLLOUT_MAPPED
         self._lock = threading.Lock()
         self._mapper: TableMapper | None = None
+        self._uncover: Callable[[], None] | None = None
         self._members_fd = -1
         self.faults = 0
 
-    def kv_tensor(self, nbytes: int) -> Any:
+    def kv_tensor(self, nbytes: int, block_bytes: int) -> Any:
         """int8[nbytes] over the reserved range; nothing is mapped yet.
+
+        On a GPU the slots under block 0 have memory of their own, and the others stand on one page until the engine
+        core writes the first table: vLLM's warm-up and graph capture touch blocks that no scheduler has given out.
 
         Raises:
             ContractError: vLLM wants another size than the pool's virtual capacity, or asks twice.
@@ -82,12 +89,19 @@ class WorkerRuntime:
             # Held until this process ends, however it ends: pages are reused only when nobody holds it.
             self._members_fd = self._context.open(self._context.members_fd)
             fcntl.flock(self._members_fd, fcntl.LOCK_SH)
-        pool_fd = self._context.open(self._context.pool_fd)
-        driver = HostDriver(pool_fd, self._block.pool_pages, self._block.page_bytes)
-        os.close(pool_fd)
+        pool_pages, page_bytes = self._block.pool_pages, self._block.page_bytes
+        device, index = self._context.device, device_index(self._context)
+        kept = kept_slots(Geometry(block_bytes, page_bytes, pool_pages), device)
+        driver = make_driver(self._context, pool_pages, page_bytes, index, kept)
+        if device == "cuda":
+            driver.cover()
+            self._uncover = driver.uncover
+            tensor = int8_over(driver.address, nbytes, device, index)
+        else:
+            tensor = torch.frombuffer((ctypes.c_int8 * nbytes).from_address(driver.address), dtype=torch.int8)
         self._mapper = TableMapper(driver, self._table)
         threading.Thread(target=self._follow, name="coserve-mapper", daemon=True).start()
-        return torch.frombuffer((ctypes.c_int8 * nbytes).from_address(driver.address), dtype=torch.int8)
+        return tensor
 
     def sync(self) -> None:
         """Have everything mapped that the engine core has written so far; ends this process when that cannot be had."""
@@ -109,6 +123,9 @@ class WorkerRuntime:
         assert self._mapper is not None
         with self._lock:
             version = self._block.get(self._version)
+            if self._uncover is not None:
+                self._uncover()
+                self._uncover = None
             self._mapper.apply()
             self._block.set(self._applied, version)
         self._block.ring(self._mapped_bell)

@@ -203,5 +203,9 @@ def _load(worker: Any, path: str) -> str:
 
 
 def _trim() -> None:
+    import torch
+
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()  # else torch keeps what was freed, and no other engine can have it
     with contextlib.suppress(AttributeError):  # another C library: the memory is reused, but not given back
         ctypes.CDLL(None).malloc_trim(0)

@@ -19,8 +19,9 @@ class SlotTable:
     free. A block that straddles slots counts on each of them; its first slot is its home.
     """
 
-    def __init__(self, geometry: Geometry) -> None:
-        self.geometry = geometry
+    def __init__(self, geometry: Geometry, kept_slots: int = 0) -> None:
+        """`kept_slots`: so many first slots never get a page of the pool (`memory.devices.kept_slots`)."""
+        self.geometry, self.kept_slots = geometry, kept_slots
         n = geometry.num_slots
         self.page_of = [-1] * n
         self.used = [0] * n
@@ -47,13 +48,15 @@ class SlotTable:
             for block in range(1, self.geometry.num_blocks):
                 if not self._usable[block]:
                     lacking = [s for s in self.geometry.slots_of(block) if self.page_of[s] < 0 and s not in chosen]
+                    if lacking and lacking[0] < self.kept_slots:
+                        continue  # it can never be completed
                     if len(chosen) + len(lacking) <= count:
                         chosen.update(dict.fromkeys(lacking))
                 if len(chosen) == count:
                     break
             return sorted(chosen)
-        for slot, page in enumerate(self.page_of):
-            if page < 0:
+        for slot in range(self.kept_slots, len(self.page_of)):
+            if self.page_of[slot] < 0:
                 out.append(slot)
                 if len(out) == count:
                     break
@@ -63,6 +66,8 @@ class SlotTable:
         """Put pages under slots; returns the blocks that became usable (and free)."""
         slots = list(slots)
         for slot, page in zip(slots, pages, strict=True):
+            if slot < self.kept_slots:
+                raise ValueError(f"slot {slot} is kept for the placeholder block")
             if self.page_of[slot] >= 0:
                 raise ValueError(f"slot {slot} already has page {self.page_of[slot]}")
             self.page_of[slot] = page

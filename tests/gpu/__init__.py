@@ -1,0 +1,1 @@
+"""Checks that need a CUDA device; `run.sh` runs all of them."""

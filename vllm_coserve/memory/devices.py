@@ -1,0 +1,142 @@
+"""Which page driver and which eraser a kind of device has; the engines ask here and know no more of it."""
+
+from __future__ import annotations
+
+import os
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from vllm_coserve.api.context import Context
+from vllm_coserve.api.errors import ContractError
+from vllm_coserve.memory.driver import PageDriver
+from vllm_coserve.memory.geometry import Geometry
+from vllm_coserve.memory.host import HostDriver, PoolEraser
+from vllm_coserve.memory.slots import NULL_BLOCK
+
+if TYPE_CHECKING:
+    from vllm_coserve.memory.cuda_calls import Device
+    from vllm_coserve.memory.cuda_pages import BudgetPages, SharedPages
+
+_OWNER_WAIT_S = 1200.0  # for the serving engine to load its weights; a rollout engine that starts may have to
+
+
+class Eraser(Protocol):
+    """Zeroes free pages in place."""
+
+    def zero(self, page: int, count: int = 1) -> None:
+        """Zero `count` consecutive pages; the caller knows that no engine maps them. Any thread."""
+        ...
+
+    def close(self) -> None:
+        """Give back what it needs for that."""
+        ...
+
+
+def make_driver(
+    context: Context, pool_pages: int, page_bytes: int, index: int = 0, kept_slots: int = 0, api: Any = None
+) -> PageDriver:
+    """The driver of this process's engine over the pair's pool; its range has a slot for each page.
+
+    Args:
+        context: of the engine.
+        pool_pages: pages of the pool.
+        page_bytes: bytes of a page.
+        index: of the device, as CUDA counts them.
+        kept_slots: see `kept_slots`; "cuda" only.
+        api: stands in for cuda-python in tests.
+
+    Raises:
+        ConfigurationError: the device cannot do it, and what to change.
+        ContractError: the owner of the pool is not there, or has another pool.
+        OSError: the range or the pages cannot be had.
+    """
+    if context.device == "cpu":
+        fd = context.open(context.pool_fd)
+        try:
+            return HostDriver(fd, pool_pages, page_bytes)
+        finally:
+            os.close(fd)
+    from vllm_coserve.memory.cuda import CudaDriver
+
+    cuda = _cuda_pool(context, pool_pages, page_bytes, index, api)
+    return CudaDriver(cuda.device, cuda.pages, pool_pages, kept_slots)
+
+
+def make_eraser(context: Context, pool_pages: int, page_bytes: int, index: int = 0, api: Any = None) -> Eraser:
+    """The eraser of the pair's pool, for the serving engine core. Arguments and errors as for `make_driver`.
+
+    On "cuda" it must be the process that also has the serving engine's driver: pages are made once.
+    """
+    if context.device == "cpu":
+        fd = context.open(context.pool_fd)
+        try:
+            return PoolEraser(fd, pool_pages, page_bytes)
+        finally:
+            os.close(fd)
+    from vllm_coserve.memory.cuda import CudaEraser, NoEraser
+
+    cuda = _cuda_pool(context, pool_pages, page_bytes, index, api)
+    return NoEraser() if cuda.pages.fresh else CudaEraser(cuda.device, cuda.pages)
+
+
+def kept_slots(geometry: Geometry, device: str) -> int:
+    """How many first slots have memory of the engine's own: on CUDA those under vLLM's placeholder block.
+
+    Kernels touch that block whenever a batch is padded, also while pages come and go. On CPU nothing does.
+    """
+    return len(geometry.slots_of(NULL_BLOCK)) if device == "cuda" else 0
+
+
+@dataclass(frozen=True, slots=True)
+class _CudaPool:
+    device: Device
+    pages: SharedPages | BudgetPages
+    server: Any  # lives as long as the process
+
+
+_pool: _CudaPool | None = None
+_lock = threading.Lock()
+
+
+def _cuda_pool(context: Context, pool_pages: int, page_bytes: int, index: int, api: Any) -> _CudaPool:
+    """The pool as this process has it; made, or asked for, once."""
+    global _pool
+    with _lock:
+        if _pool is None:
+            make = _own if context.side == "serving" else _ask_for
+            _pool = make(context, pool_pages, page_bytes, index, api)
+        return _pool
+
+
+def _own(context: Context, pool_pages: int, page_bytes: int, index: int, api: Any) -> _CudaPool:
+    from vllm_coserve.memory.cuda_calls import Device
+    from vllm_coserve.memory.cuda_pages import SharedPages, make_pool
+    from vllm_coserve.memory.handles import HandleServer, Offer
+
+    device = Device(index, api)
+    pages = make_pool(device, pool_pages, page_bytes)
+    export = pages.export if isinstance(pages, SharedPages) else int
+    try:
+        server = HandleServer(Path(context.pages_socket), Offer(not pages.fresh, pool_pages, page_bytes), export)
+    except BaseException:
+        pages.close()
+        raise
+    return _CudaPool(device, pages, server)
+
+
+def _ask_for(context: Context, pool_pages: int, page_bytes: int, index: int, api: Any) -> _CudaPool:
+    from vllm_coserve.memory.cuda_calls import Device
+    from vllm_coserve.memory.cuda_pages import BudgetPages, SharedPages, import_page
+    from vllm_coserve.memory.handles import fetch
+
+    device = Device(index, api)
+    path = Path(context.pages_socket)
+    offer, handles = fetch(path, lambda fd: import_page(device, fd), device.release, _OWNER_WAIT_S)
+    if (offer.num_pages, offer.page_bytes) != (pool_pages, page_bytes):
+        device.release(*handles)
+        raise ContractError(f"the owner's pool is {offer}, not {pool_pages} pages of {page_bytes} bytes")
+    if offer.shared:
+        return _CudaPool(device, SharedPages(device, handles, page_bytes), None)
+    return _CudaPool(device, BudgetPages(device, pool_pages, page_bytes), None)
