@@ -105,7 +105,7 @@ class Relay:
         """Buckets are immutable."""
         try:
             described = msgspec.json.decode(contents, type=Contents) if contents else None
-        except msgspec.DecodeError as exc:
+        except (msgspec.DecodeError, ValueError) as exc:
             return 400, f"these are no contents of a bucket: {exc}".encode()
         with self._changed:
             kept = self._held.setdefault(release, _Held())
@@ -372,7 +372,7 @@ class RelayClient:
         data = self._call("GET", f"/v1/releases/{release}/arrived/{after}/{int(1000 * wait_s)}")
         try:
             return msgspec.json.decode(data, type=Arrived)
-        except msgspec.DecodeError as exc:
+        except (msgspec.DecodeError, ValueError) as exc:
             raise RelayError(f"what has come of release {release} cannot be read: {exc}") from None
 
     def manifest(self, release: Release) -> Manifest:
