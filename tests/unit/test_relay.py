@@ -101,6 +101,20 @@ def test_a_full_relay_says_so():
         client.put_bucket(Release(2), "b", [b"x" * 20])
 
 
+def test_bytes_that_are_no_text_are_refused(client):
+    """msgspec says so by an error of its own kind for text, another for structure."""
+    for data in (b"\xff" * 40, b'"\xb8"'):
+        with pytest.raises(RelayError, match="400"):
+            client._call("PUT", "/v1/releases/1/manifest", [data])
+        client._call = lambda *args, answer=data, **options: bytearray(answer)
+        for ask in (client.releases, lambda version: client.arrived(Release(version), 0, 0)):
+            with pytest.raises(RelayError, match="cannot be read"):
+                ask(1)
+        with pytest.raises(RelayError, match="damaged"):
+            client.manifest(Release(1))
+        del client._call
+
+
 @pytest.mark.parametrize("url", ["ftp://x", "http://", "127.0.0.1:80", "http://a/b"])
 def test_an_address_that_is_none_is_named(url):
     with pytest.raises(RelayError, match="no relay's address"):

@@ -95,7 +95,7 @@ class Relay:
         """Buckets are immutable."""
         try:
             described = msgspec.json.decode(contents, type=Contents) if contents else None
-        except msgspec.DecodeError as exc:
+        except (msgspec.DecodeError, ValueError) as exc:
             return 400, f"these are no contents of a bucket: {exc}".encode()
         with self._changed:
             kept = self._held.setdefault(release, _Held())

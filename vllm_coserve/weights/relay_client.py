@@ -73,7 +73,7 @@ class RelayClient:
         data = self._call("GET", f"/v1/releases/{release}/arrived/{after}/{int(1000 * wait_s)}")
         try:
             return msgspec.json.decode(data, type=Arrived)
-        except msgspec.DecodeError as exc:
+        except (msgspec.DecodeError, ValueError) as exc:
             raise RelayError(f"what has come of release {release} cannot be read: {exc}") from None
 
     def manifest(self, release: Release) -> Manifest:

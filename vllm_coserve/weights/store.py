@@ -152,7 +152,7 @@ def unpack_manifest(data: Buffer) -> Manifest:
         raise CorruptError("a manifest is damaged")
     try:
         return msgspec.json.decode(body, type=Manifest)
-    except msgspec.DecodeError as exc:
+    except (msgspec.DecodeError, ValueError) as exc:
         raise CorruptError(f"this is no manifest: {exc}") from None
 
 

@@ -334,7 +334,7 @@ class PeerClient(RelayClient):
                 pull.advice = msgspec.json.decode(body, type=PeerAdvice)
                 pull.heard = []
             pull.report_due_s = now_s + max(0.1, pull.advice.report_s)
-        except (OSError, http.client.HTTPException, msgspec.DecodeError):
+        except (OSError, http.client.HTTPException, msgspec.DecodeError, ValueError):
             self._hang_up()
             self._unheard_until_s = pull.report_due_s = now_s + _UNHEARD_S
 

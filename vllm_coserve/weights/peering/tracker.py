@@ -104,7 +104,7 @@ class Tracker:
                 return 200, msgspec.json.encode(self.report(report, host))
             if path == "/v1/peers/digests":
                 return 200, msgspec.json.encode(self.digests_of(msgspec.json.decode(body, type=DigestQuery)))
-        except msgspec.DecodeError as exc:
+        except (msgspec.DecodeError, ValueError) as exc:
             return 400, f"this makes no sense: {exc}".encode()
         return 404, b"no such path"
 
