@@ -320,4 +320,6 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self.send_response(status)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
-        self.wfile.write(body)
+        view = memoryview(body)
+        for at in range(0, len(view), _CHUNK_BYTES):  # the socket's bound is one of each call
+            self.wfile.write(view[at : at + _CHUNK_BYTES])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import http.client
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
@@ -132,7 +132,7 @@ class RelayClient:
             headers["Content-Length"] = str(sum(len(part) for part in body))
         if wanted is not None:
             headers["Range"] = f"bytes={wanted[0] + answer.have}-{wanted[1] - 1}"
-        self._connection.request(method, path, body or None, headers)
+        self._connection.request(method, path, _chunks(body) if body else None, headers)
         got = self._connection.getresponse()
         if got.status >= 300:
             wrong = _WRONG.get(got.status, RelayError)
@@ -146,6 +146,14 @@ class RelayClient:
             if not count:
                 raise http.client.IncompleteRead(b"", len(room) - answer.have)
             answer.have += count
+
+
+def _chunks(parts: Sequence[Buffer]) -> Iterator[memoryview]:
+    """In small pieces: the socket's bound is one of each call."""
+    for part in parts:
+        view = memoryview(part).cast("B")
+        for at in range(0, len(view), _CHUNK_BYTES):
+            yield view[at : at + _CHUNK_BYTES]
 
 
 @dataclass(slots=True)
