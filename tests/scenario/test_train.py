@@ -87,6 +87,10 @@ def test_a_job_learns_dies_and_goes_on(models: tuple[Path, Path], policy: Path, 
                 assert training.poll() is None, log.read_text()[-3000:]
                 training.kill()
                 training.wait()
+            # From now on the engines hand weights on to each other.
+            job.write_text(
+                yaml.safe_dump(_job(out, policy, pair, dedicated) | {"broadcast": {"uplink_mbytes_per_s": 0.5}})
+            )
             begun = time.monotonic()
             with _training(job, log) as training:
                 assert training.wait(200) == 0, log.read_text()[-3000:]
