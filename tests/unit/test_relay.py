@@ -97,6 +97,8 @@ def test_a_full_relay_says_so():
         client.put_bucket(Release(1), "a", [b"x" * 90])
         with pytest.raises(RelayError, match=r"507.*delete old versions"):
             client.put_bucket(Release(1), "b", [b"x" * 20])
+        with pytest.raises(RelayError, match="507"):  # more than sockets hold
+            client.put_bucket(Release(1), "c", [bytes(64 << 20)])
         client.delete(Release(1))
         client.put_bucket(Release(2), "b", [b"x" * 20])
 

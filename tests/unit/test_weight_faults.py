@@ -23,7 +23,18 @@ from vllm_coserve.weights.publisher import Publisher
 from vllm_coserve.weights.relay import Relay
 from vllm_coserve.weights.relay_client import RelayClient
 from vllm_coserve.weights.replica import Replica
-from vllm_coserve.weights.store import GoneError, RelayError, Release
+from vllm_coserve.weights.sharding import whole
+from vllm_coserve.weights.store import (
+    BucketEntry,
+    CorruptError,
+    GoneError,
+    Manifest,
+    PieceEntry,
+    RelayError,
+    Release,
+    pack_manifest,
+    unpack_manifest,
+)
 
 Weights = dict[str, torch.Tensor]
 
@@ -259,6 +270,19 @@ def test_no_damage_makes_a_wrong_version(
     replica.advance(client, wanted, _any)
     assert replica.version == wanted and _same(replica, kept[wanted][1])
     client.close()
+
+
+def test_a_manifest_with_any_bit_flipped_is_refused() -> None:
+    """Tensors of one shape would be taken for one another where a place changes."""
+    pieces = tuple(PieceEntry(f"w{i}", "int8", (64,), whole((64,)), f"b{i}", 64 * i, 64) for i in range(2))
+    manifest = Manifest("1", "l", pieces, (BucketEntry("b0", 128), BucketEntry("b1", 128)))
+    packed = pack_manifest(manifest)
+    assert unpack_manifest(packed) == manifest
+    for at in range(8 * len(packed)):
+        damaged = bytearray(packed)
+        damaged[at // 8] ^= 1 << at % 8
+        with pytest.raises(CorruptError):
+            unpack_manifest(damaged)
 
 
 class _Without(RelayClient):
