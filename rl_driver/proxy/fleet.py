@@ -156,7 +156,14 @@ class Fleet:
                 member.seen_s = self._clock()
                 self._note_wrong(member, str(exc))
                 member.alive = False
-            except (aiohttp.ClientError, OSError, TimeoutError, msgspec.DecodeError, LookupError) as exc:
+            except (
+                aiohttp.ClientError,
+                OSError,
+                TimeoutError,
+                msgspec.DecodeError,
+                UnicodeDecodeError,
+                LookupError,
+            ) as exc:
                 gone = isinstance(exc, aiohttp.ClientConnectorError)
                 self._note_missing(member, f"{type(exc).__name__}: {exc}" if str(exc) else type(exc).__name__, gone)
             self._list(member)

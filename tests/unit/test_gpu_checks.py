@@ -1,5 +1,6 @@
 """The checks for GPU machines, on a machine without one: they say why they do not run, at once, and never pass."""
 
+import os
 import re
 import subprocess
 import sys
@@ -18,7 +19,8 @@ without_gpu = pytest.mark.skipif(not why_not(), reason="there is a CUDA device h
 
 
 def _run(*args):
-    return subprocess.run(args, cwd=_ROOT, capture_output=True, text=True, timeout=60, check=False)
+    env = {**os.environ, "PYTHONPATH": str(_ROOT)}
+    return subprocess.run(args, cwd=_ROOT, env=env, capture_output=True, text=True, timeout=60, check=False)
 
 
 @without_gpu

@@ -270,7 +270,8 @@ def test_two_processes_see_one_memory_and_death_of_one_leaves_the_other_all(tmp_
     driver.unmap_run(0, num_pages)
     server = HandleServer(tmp_path / "pages", Offer(True, num_pages, _PAGE), pool.export)
     command = [sys.executable, "-c", _CALLER, str(tmp_path / "pages")]
-    caller = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=_ROOT)
+    env = {**os.environ, "PYTHONPATH": str(_ROOT)}
+    caller = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=_ROOT, env=env)
     try:
         assert caller.stdout.readline().strip() == str(list(range(num_pages)))
     finally:
