@@ -300,7 +300,7 @@ class Planner:
                     if answer.status in (400, 404, 422):
                         raise RefusedError(400, _message(data))
                     why = f"HTTP {answer.status}"
-            except (aiohttp.ClientError, OSError, TimeoutError, (msgspec.DecodeError, UnicodeDecodeError)) as exc:
+            except (aiohttp.ClientError, OSError, TimeoutError, msgspec.DecodeError, UnicodeDecodeError) as exc:
                 why = type(exc).__name__
         raise OverloadedError(f"no worker could read the request: {why}", 1.0, 503)
 
