@@ -26,6 +26,7 @@ _OBJECT_STORE_BYTES = 200 << 20
 _PUBLISH_BOUND_S = 150.0
 _RESTARTS = 3  # of an environment worker
 _PUBLISHING = "publishing"
+_END_BOUND_S = 10.0
 _RELAY_WAIT_S = 60.0  # of an engine, for what the learner is putting into the relay
 _PUT_TRIES, _PUT_RETRY_S = 3, 2.0
 
@@ -46,10 +47,16 @@ def running_actors(config: TrainConfig, proxy: ProxyHandle) -> Iterator[Actors]:
         ray.init(address=address, log_to_driver=False, logging_level=logging.WARNING, **local)
     except Exception as exc:  # recovery: Ray raises many kinds of errors here; the user can mend the address
         raise ConfigurationError(f"Ray at {address or 'this machine'} cannot be used: {exc}") from None
+    actors = None
     try:
-        yield Actors(config, proxy)
+        actors = Actors(config, proxy)
+        yield actors
     finally:
-        ray.shutdown()
+        try:
+            if actors is not None and config.store:
+                actors.end()
+        finally:
+            ray.shutdown()
 
 
 class Actors:
@@ -70,6 +77,11 @@ class Actors:
         count = config.sampling.environment_workers
         environments = [role.remote(text, proxy.url, proxy.key) for _ in range(count)]
         self._environments = itertools.cycle(environments)
+
+    def end(self) -> None:
+        """The job is over, well or not."""
+        with contextlib.suppress(Exception):  # recovery: what is in the store stays there
+            self._get(self._learner.end.remote(), timeout=_END_BOUND_S)
 
     def play(self, order: GroupOrder) -> Any:
         """Have a group played; returns Ray's reference to it."""

@@ -81,6 +81,10 @@ class LearnerRole:
         self._publisher.publish(version, weights)
         self._publisher.retire(keep)
 
+    def end(self) -> None:
+        """The job is over: leave nothing in a store that others use."""
+        self._publisher.withdraw()
+
     def checkpoint(self, step: int, extra: dict[str, Any]) -> str:
         """Write a checkpoint; returns "", or why that could not be done."""
         return self._checkpoints.write(self._learner, step, extra)

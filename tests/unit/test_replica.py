@@ -111,6 +111,15 @@ def test_what_nobody_needs_is_retired(client: RelayClient) -> None:
     assert there == [[], ["7", "7-from-6"], ["8-from-7"]]
 
 
+def test_a_job_that_is_over_leaves_nothing(client: RelayClient) -> None:
+    publisher, weights = Publisher(client, 3), _weights()
+    for version in range(1, 5):
+        publisher.publish(version, weights.items())
+    publisher.withdraw()
+    assert [client.releases(version, begun=True) for version in range(1, 5)] == [[]] * 4
+    assert publisher.publish(5, weights.items()) == [Release(5)]
+
+
 def test_changes_of_another_run_are_not_mixed_in(client: RelayClient) -> None:
     replica, weights = Replica(), _weights()
     Publisher(client).publish(1, weights.items())

@@ -118,6 +118,12 @@ class Publisher:
                 self._store.delete(release)
                 self._made.remove(release)
 
+    def withdraw(self) -> None:
+        """Have the relay forget all of them: the job is over. What it does not hear stays there."""
+        self._left += self._made
+        self._made, self._version = [], None
+        self._clear()
+
     def _clear(self) -> None:
         """Nobody is told of what is left of a version that failed: have it forgotten, now or before the next one."""
         for release in tuple(self._left):
