@@ -46,7 +46,7 @@ bench-driver: setup ## turns over dedicated and borrowed engines, the proxy's co
 bench-training: setup ## staleness 0, 1 and 3, GRPO and DAPO, on two engines (about 20 minutes; BENCH_ARGS=...)
 	$(BIN)/python -m tests.bench.training $(BENCH_ARGS)
 
-bench-weights: setup ## bytes and speed of weight updates, links of several rates (about 15 minutes; BENCH_ARGS=...)
+bench-weights: setup ## weight updates: bytes, speed, links, pauses, 1,000 exact versions (about 18 minutes; BENCH_ARGS=...)
 	$(BIN)/python -m tests.bench.weights $(BENCH_ARGS)
 
 bench-broadcast: setup ## weights to 2 to 64 workers, star and chains, under an uplink cap (about 6 minutes; BENCH_ARGS=...)

@@ -138,7 +138,15 @@ def _update_s(
             return clients[-1]
 
         publishers = [
-            Publisher(client(), 1 << 30, _BUCKET_BYTES, _cut(rank, needs), encoder, _gather(rank, parts, put))
+            Publisher(
+                client(),
+                1 << 30,
+                _BUCKET_BYTES,
+                _cut(rank, needs),
+                encoder,
+                _gather(rank, parts, put),
+                lineage="bench",
+            )
             for rank in range(trainers)
         ]
         replicas = [Replica(_wants(rank, needs)) for rank in range(workers)]

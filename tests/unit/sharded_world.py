@@ -86,7 +86,7 @@ def follow(trainer: Trainer, serving: Sequence[Rank], steps: int, every: int) ->
             def cut(name: str, shape: tuple[int, ...]) -> list[Region]:
                 return [cell.region for cell in plans[name] if cell.pusher == rank]
 
-            return Publisher(RelayClient(relay.url), 50, 4000, cut, gather=gather)
+            return Publisher(RelayClient(relay.url), 50, 4000, cut, gather=gather, lineage="sharded")
 
         def wants(index: int) -> Callable[[PieceEntry], bool]:
             return lambda piece: any(r.overlaps(piece.region) for r in needs[piece.name][index])
@@ -94,15 +94,20 @@ def follow(trainer: Trainer, serving: Sequence[Rank], steps: int, every: int) ->
         publishers = [publisher_of(rank) for rank in range(ranks)]
         workers = [(RelayClient(relay.url), Replica(wants(i))) for i in range(len(serving))]
         for version in range(1, steps + 1):
+            due = version % every == 0 or version == steps
             threads = [threading.Thread(target=p.publish, args=(version, weights.items())) for p in publishers]
+            for client, replica in workers if due else ():  # which read what has come while the rest is on its way
+                args = (client, version, lambda accepted: None, _WAIT_BOUND_S)
+                threads.append(threading.Thread(target=replica.advance, args=args))
             for thread in threads:
                 thread.start()
             for thread in threads:
                 thread.join(_WAIT_BOUND_S)
             publishers[0].retire(1)
-            if version % every == 0 or version == steps:
-                for index, (client, replica) in enumerate(workers):
-                    replica.advance(client, version, lambda accepted: None)
+            if due:
+                for index, (_, replica) in enumerate(workers):
+                    if replica.version != version:
+                        raise AssertionError(f"worker {index} has version {replica.version} instead of {version}")
                     for name in shapes:
                         for region in needs[name][index]:
                             both = (part_of(t[name], region).contiguous() for t in (replica.tensors, weights))

@@ -44,8 +44,8 @@ Gather = Callable[[tuple[list[PieceEntry], list[BucketEntry]]], "Parts | None"]
 class Publisher:
     """Publishes the versions of one model, in ascending order. One thread uses an instance.
 
-    Several trainer ranks publish together when each has an instance with the regions that are its own and a `gather`
-    that brings all ranks' parts to one of them, which completes the release.
+    Several trainer ranks publish together when each has an instance with the regions that are its own, the same lineage
+    and a `gather` that brings all ranks' parts to one of them, which completes the release.
     """
 
     def __init__(
@@ -57,6 +57,7 @@ class Publisher:
         encoder: Encoder = encode,
         gather: Gather = lambda part: [part],
         agree: Callable[[bool], bool] = lambda well: well,
+        lineage: str = "",
     ) -> None:
         """Every `whole_every`-th version is put whole as well, for engines that have none or have missed some.
 
@@ -65,10 +66,11 @@ class Publisher:
             cut: the regions of a tensor that this publisher puts, by the tensor's name and shape.
             gather: gets a rank's part of a release once it is put; returns all ranks' parts on one rank, else None.
             agree: gets whether something is so for a rank; waits for all ranks and returns whether it is for each.
+            lineage: a name that no other publisher of any job has, of letters and digits; "": a random one.
         """
         self._store, self._whole_every, self._bucket_bytes = store, whole_every, bucket_bytes
         self._cut, self._encode, self._gather, self._agree = cut, encoder, gather, agree
-        self._lineage = secrets.token_hex(8)
+        self._lineage = lineage or secrets.token_hex(8)
         self._tensors: dict[str, torch.Tensor] = {}  # as they were published last
         self._version: int | None = None  # None: nobody has what `_tensors` are
         self._since_whole = 0
