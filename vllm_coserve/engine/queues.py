@@ -2,8 +2,8 @@
 
 `SpinCondition` yields in a loop for a second after each message. With two engines on one device (one core, on CPU) the
 waiting one takes half of it. Here a waiter sleeps on a futex word of the control block, found by the queue's address.
-Serving does not sleep where nobody else wants the core: to wake a sleeper would cost serving's users some tenths of a
-millisecond, four times a step. It naps, see `nap`, and spins about when the next message is due.
+Serving spins where nobody else wants the core: to wake a sleeper would cost serving's users some tenths of a
+millisecond, four times a step. It naps meanwhile and does not yield, see `nap`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ _SAME_WAIT_S = 200e-6  # who comes back later than that has found something, and
 _NAP_SHARE = 1 / 8  # of the time waited so far
 _NAP_MAX_S = 17e-6  # in a wait as long as a step, whose end somebody counts on
 _LONG_WAIT_S, _LONG_NAP_MAX_S = 20e-3, 50e-6
-_DUE_SHARE, _DUE_MAX_S = 0.1, 1e-3  # around the expected moment
 _thread = threading.local()
 
 
@@ -44,16 +43,6 @@ def nap() -> None:
     _thread.woke_s = time.monotonic()
 
 
-def is_due(waited_s: float, gap_s: float) -> bool:
-    """Whether a message is to be expected right now: they come in the rhythm of steps, `gap_s` after the last one.
-
-    Args:
-        waited_s: since the last message.
-        gap_s: between the two last messages.
-    """
-    return abs(waited_s - gap_s) < min(_DUE_SHARE * gap_s, _DUE_MAX_S)
-
-
 def futex_condition_class(original: type, block: ControlBlock, may_spin: Callable[[], bool]) -> type:
     """A drop-in for vLLM's SpinCondition on the pair's control block; `may_spin`: nobody else wants the core now."""
 
@@ -61,23 +50,15 @@ def futex_condition_class(original: type, block: ControlBlock, may_spin: Callabl
         def __init__(self, is_reader: bool, context: Any, notify_address: str, busy_loop_s: float = 1) -> None:
             super().__init__(is_reader, context, notify_address, busy_loop_s)
             self._bell = block.queue_bell_index(notify_address)
-            self._gap_s = 0.0
             # The value before the reader looks at the queue: a message that comes between is not slept through.
             self._seen = block.bell_at(self._bell)
 
         def wait(self, timeout_ms: int | None = None) -> None:
-            waited_s = time.monotonic() - self.last_read
-            if waited_s <= self.busy_loop_s and may_spin():
-                if not is_due(waited_s, self._gap_s):
-                    nap()
+            if time.monotonic() <= self.last_read + self.busy_loop_s and may_spin():
+                nap()
                 return
             bound_s = _SLEEP_S if timeout_ms is None else min(_SLEEP_S, timeout_ms / 1000)
             self._seen = block.wait_at(self._bell, self._seen, bound_s)
-
-        def record_read(self) -> None:
-            before_s = self.last_read
-            super().record_read()
-            self._gap_s = self.last_read - before_s
 
         def notify(self) -> None:
             block.ring_at(self._bell)
