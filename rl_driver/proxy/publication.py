@@ -15,6 +15,7 @@ import aiohttp
 
 from rl_driver.api.openai import Publication
 from rl_driver.proxy.member import HeldByAnotherError, Member, UnusableError
+from vllm_coserve.api.messages import PULLED, UNDER_WAY
 
 logger = logging.getLogger("coserve.proxy")
 
@@ -114,9 +115,9 @@ async def pull(call: Call, published: Publication) -> None:
             body = {"method": "coserve_pulled", "args": wanted}
             answer = json.loads(await call("POST", "/collective_rpc", body, _SWITCH_BOUND_S))
             states = [str(state) for state in answer["results"]]  # of its workers
-            if wrong := next((s for s in states if s not in ("pulled", "under way")), ""):
+            if wrong := next((s for s in states if s not in (PULLED, UNDER_WAY)), ""):
                 raise UnusableError(wrong)
-            if "under way" not in states:
+            if UNDER_WAY not in states:
                 return
             await asyncio.sleep(_PULLED_POLL_S)
 

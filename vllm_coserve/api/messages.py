@@ -114,6 +114,10 @@ class RegisterRequest(BaseModel):
     ttl_s: float = Field(30.0, gt=0, le=3600, allow_inf_nan=False, description="seconds without a heartbeat it lives")
 
 
+# What a dedicated engine's worker says of a version that it was told to read, beside why it could not.
+PULLED, UNDER_WAY = "pulled", "under way"
+
+
 class RelaySource(BaseModel):
     """Weights that a relay holds."""
 

@@ -197,7 +197,8 @@ class ServingRuntime(CoreRuntime):
         scheduled, self._scheduled = self._scheduled, None
         if scheduled is None:
             return
-        self.clock.shape, self.clock.tokens = shape, _ = self.step_shape(scheduled)
+        shape, self.clock.tokens = self.step_shape(scheduled)
+        self.clock.shape = shape
         if shape.prefill_tokens:
             prefill_s = self.clock.model.prefill_work_s(shape.prefill_tokens, shape.prefill_context_tokens)
             self._interruption_s += _INTERRUPTION_WEIGHT * (prefill_s - self._interruption_s)

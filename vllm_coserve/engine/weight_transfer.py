@@ -26,6 +26,7 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.model_executor.model_loader.reload.inplace import reload_weights
 from vllm.v1.worker.gpu_worker import Worker
 
+from vllm_coserve.api.messages import PULLED, UNDER_WAY
 from vllm_coserve.engine.checkpoint import known_shapes, repack_embeddings
 from vllm_coserve.engine.relayed_weights import NEWER, Puller, RelayedWeights
 from vllm_coserve.weights.replica import Replica
@@ -37,7 +38,6 @@ logger = logging.getLogger("vllm.coserve")
 _PULLERS: list[Puller] = []  # at most one: a process has one engine
 _PULLS: dict[RelayedWeights, int] = {}  # numbers of pulls; the last one only
 _LOCK_BOUND_S = 30.0
-PULLED, UNDER_WAY = "pulled", "under way"
 
 
 @dataclass
