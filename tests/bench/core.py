@@ -28,6 +28,7 @@ import numpy as np
 from tests.bench import machine, overhead, results
 from vllm_coserve.control.block import WHO_ROLLOUT, ControlBlock
 from vllm_coserve.control.gate import RolloutGate, ServingGate
+from vllm_coserve.control.handover import RolloutDevice, ServingDevice
 from vllm_coserve.control.words import Bell, Word
 from vllm_coserve.demo.load import Served, stream_one
 from vllm_coserve.demo.models import ROLLOUT_SPEC
@@ -101,15 +102,16 @@ def pages(rounds: int) -> dict[str, Any]:
 def _rollout_side(fd: int, core: int) -> None:
     os.sched_setaffinity(0, {core})
     block = ControlBlock.attach(fd)
-    gate = RolloutGate(block)
+    gate, device = RolloutGate(block), RolloutDevice(block)
     block.set(Word.ROLLOUT_READY, 1)
     while not block.get(Word.KILL_GENERATION):
-        if gate.enter(0.001, 0.05):
+        if gate.enter(0.0005, 0.05):
+            device.acquire()
             start_ns = time.monotonic_ns()
             while time.monotonic_ns() < start_ns + 500_000:
                 pass
             end_ns = time.monotonic_ns()
-            gate.leave()
+            device.release()
             block.record_turn(WHO_ROLLOUT, start_ns, end_ns, block.get(Word.ROLLOUT_TURN))
 
 
@@ -144,14 +146,17 @@ def _hand_overs(turns: int, rollout_core: int, serving_core: int, busy_core: int
         os.sched_setaffinity(0, {serving_core})
         while not block.get(Word.ROLLOUT_READY):
             time.sleep(0.01)
-        gate, there, back, missed = ServingGate(block), [], [], 0
+        gate, device, there, back, missed = ServingGate(block), ServingDevice(block), [], [], 0
         for _ in range(turns):
             time.sleep(0.001)
-            used = gate.grant(64)
-            now_ns = time.monotonic_ns()
-            if not used:
+            gate.grant(64)
+            if not gate.await_taken():
                 missed += 1
                 continue
+            gate.sending()
+            device.acquire()
+            now_ns = time.monotonic_ns()
+            device.release()
             there.append(block.get(Word.ROLLOUT_STEP_SINCE_NS) - block.get(Word.GRANT_SINCE_NS))
             back.append(now_ns - _end_of_turn_ns(block, block.get(Word.ROLLOUT_TURN)))
     finally:

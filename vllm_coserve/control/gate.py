@@ -4,7 +4,11 @@ Two ways for the rollout to step, both taken back by serving within one rollout 
 - the gate is open while serving is idle: steps follow each other until a request arrives;
 - a turn is granted for exactly one step while serving has work but slack (`policy.slack`, `policy.admission`).
 
-Each side stores its own word, puts up a fence and then looks at the other's: of two that decide at once, at least one
+The engine cores decide who comes next, ahead of time: each sends its step to its worker while the other's still
+computes. The workers wait for each other (`control.handover`), so the device does not stand idle while a step is
+scheduled, sent and answered. Steps are numbered, and each knows the one of the other engine that goes before it.
+
+Each core stores its own word, puts up a fence and then looks at the other's: of two that decide at once, at least one
 sees the other (Dekker). Every wait has a bound; a rollout that is stopped or killed while it holds the turn costs
 serving that bound once.
 """
@@ -16,8 +20,8 @@ from dataclasses import dataclass
 
 from vllm_coserve.control.block import ControlBlock
 from vllm_coserve.control.futex import fence
+from vllm_coserve.control.handover import RolloutDevice
 from vllm_coserve.control.words import Bell, Word
-from vllm_coserve.policy.admission import turn_wait_bound_s
 
 START_BOUND_S = 0.010  # a granted turn that is not taken up for so long is revoked
 _NS = 1_000_000_000
@@ -29,7 +33,6 @@ class ServingGate:
     def __init__(self, block: ControlBlock) -> None:
         self._block = block
         self._turn = block.get(Word.ROLLOUT_TURN)
-        self._given_up_on_ns = -1  # step that overran: wait for it no more, and grant nothing until it ends
         self.is_open = False
 
     def raise_flag(self) -> None:
@@ -53,70 +56,78 @@ class ServingGate:
         block.ring(Bell.ROLLOUT_CORE)
 
     def close(self) -> None:
-        """Serving has work: no further free step, and wait (bounded) for the one in flight."""
+        """Serving has work: no further free step. The one in flight goes before serving's next."""
         self._block.set(Word.GATE_OPEN, 0)
         self.is_open = False
         fence()
-        self._await_inactive()
+
+    def sending(self) -> None:
+        """A serving step goes to the worker: after the rollout step in flight, before all that enter from now on."""
+        block = self._block
+        block.set(Word.GRANT, 0)
+        fence()
+        block.set(Word.SERVING_SENT_AFTER, block.get(Word.ROLLOUT_ENTERED) if self.rollout_is_active() else 0)
+        block.add(Word.SERVING_SENT)
+
+    def rollout_is_active(self) -> bool:
+        """A rollout step is on the device or has leave to go there."""
+        return self._block.get(Word.ROLLOUT_ENTERED) != self._block.get(Word.ROLLOUT_LEFT)
 
     def rollout_is_stuck(self) -> bool:
         """A step that overran its bound is still on the device."""
         block = self._block
-        return bool(block.get(Word.ROLLOUT_ACTIVE)) and block.get(Word.ROLLOUT_STEP_SINCE_NS) == self._given_up_on_ns
+        return self.rollout_is_active() and block.get(Word.SERVING_GAVE_UP) == block.get(Word.ROLLOUT_ENTERED)
 
-    def grant(self, chunk_tokens: int) -> bool:
-        """Give the rollout one step and wait (bounded) until it returns the device.
-
-        Returns:
-            True when the turn was used. False: it was not taken up, or not returned in time (an overrun).
-        """
+    def grant(self, chunk_tokens: int) -> None:
+        """Give the rollout one step, after the last serving step that was sent."""
         block = self._block
-        if self.rollout_is_stuck():
-            return False
-        self._turn = turn = max(self._turn, block.get(Word.ROLLOUT_TURN)) + 1
-        start_ns = time.monotonic_ns()
-        block.set(Word.GRANT_SINCE_NS, start_ns)
+        self._turn = max(self._turn, block.get(Word.ROLLOUT_TURN)) + 1
+        block.set(Word.GRANT_SINCE_NS, time.monotonic_ns())
         block.set(Word.GRANT_CHUNK_TOKENS, chunk_tokens)
-        block.set(Word.GRANT, turn)
+        block.set(Word.GRANT_AFTER, block.get(Word.SERVING_SENT))
+        block.set(Word.GRANT, self._turn)
         fence()
         block.ring(Bell.ROLLOUT_CORE)
-        deadline_ns = start_ns + int(START_BOUND_S * _NS)
-        while block.get(Word.ROLLOUT_TURN) != turn:
+
+    def await_taken(self) -> bool:
+        """Wait until the granted turn is taken up; False: it was not within `START_BOUND_S`, and no longer can be."""
+        block = self._block
+        deadline_ns = block.get(Word.GRANT_SINCE_NS) + int(START_BOUND_S * _NS)
+        while block.get(Word.ROLLOUT_TURN) != self._turn:
             seen = block.bell(Bell.SERVING_CORE)
             left_ns = deadline_ns - time.monotonic_ns()
-            if block.get(Word.ROLLOUT_TURN) == turn or left_ns <= 0:
+            if block.get(Word.ROLLOUT_TURN) == self._turn or left_ns <= 0:
                 break
             block.wait(Bell.SERVING_CORE, seen, left_ns / _NS)
-        block.set(Word.GRANT, 0)  # revoked where it was not taken up
-        fence()
-        used = block.get(Word.ROLLOUT_TURN) == turn
-        if used:
-            delay_ns = max(0, block.get(Word.ROLLOUT_STEP_SINCE_NS) - start_ns)
-            block.handover_latency.observe(delay_ns)
-            delay_us = delay_ns // 1000
-            block.set(Word.HANDOVER_US, (block.get(Word.HANDOVER_US) * 7 + delay_us) // 8)
-        returned = self._await_inactive()
-        return used and returned
+        return self.end_grant()
 
-    def _await_inactive(self) -> bool:
-        """Wait until no rollout step is on the device, at most 1.5 x its estimate + 5 ms from its start."""
+    def end_grant(self) -> bool:
+        """Nobody may take up the granted turn any more; returns whether somebody has."""
+        self._block.set(Word.GRANT, 0)
+        fence()
+        return self._block.get(Word.ROLLOUT_TURN) == self._turn
+
+    def free_at_ns(self, begun_ns: int | None = None) -> int:
+        """When the device is expected to be free of the rollout step in flight; 0: it is, or that step is stuck.
+
+        `begun_ns` stands for the time at which one begins that has not got the device yet; None: now.
+        """
         block = self._block
-        while block.get(Word.ROLLOUT_ACTIVE):
-            seen = block.bell(Bell.SERVING_CORE)
-            since_ns = block.get(Word.ROLLOUT_STEP_SINCE_NS)
-            if since_ns == self._given_up_on_ns:
-                return False
-            bound_ns = int(turn_wait_bound_s(block.get(Word.ROLLOUT_STEP_EXPECTED_NS) / _NS) * _NS)
-            left_ns = since_ns + bound_ns - time.monotonic_ns()
-            if left_ns <= 0:
-                if not block.get(Word.ROLLOUT_ACTIVE):
-                    return True
-                self._given_up_on_ns = since_ns
-                block.add(Word.OVERRUNS)
-                return False
-            if block.get(Word.ROLLOUT_ACTIVE):
-                block.wait(Bell.SERVING_CORE, seen, min(left_ns / _NS, 0.05))
-        return True
+        if not self.rollout_is_active() or self.rollout_is_stuck():
+            return 0
+        since_ns = block.get(Word.ROLLOUT_STEP_SINCE_NS) or begun_ns or time.monotonic_ns()
+        return since_ns + block.get(Word.ROLLOUT_STEP_PREDICTED_NS)
+
+    def await_nearly_free(self, lead_s: float) -> bool:
+        """Wait until the rollout step in flight has ended, or should end within `lead_s`. True where that took time."""
+        waited, start_ns = False, time.monotonic_ns()
+        while True:
+            seen = self._block.bell(Bell.SERVING_CORE)
+            left_s = (self.free_at_ns(start_ns) - time.monotonic_ns()) / _NS - lead_s
+            if left_s <= 0:
+                return waited
+            self._block.wait(Bell.SERVING_CORE, seen, left_s)
+            waited = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,14 +142,14 @@ class RolloutGate:
     """The rollout engine core's end."""
 
     def __init__(self, block: ControlBlock) -> None:
-        self._block = block
-        block.set(Word.ROLLOUT_ACTIVE, 0)  # a predecessor may have died in its turn
+        self._block, self._device = block, RolloutDevice(block)
+        self.leave()  # a predecessor may have died in its turn
 
     def enter(self, expected_s: float, timeout_s: float) -> Turn | None:
         """Wait for leave to step, at most `timeout_s`.
 
         Args:
-            expected_s: expected length of the step, the base of serving's bound on its wait.
+            expected_s: expected length of the largest step, the base of serving's bound on its wait.
             timeout_s: the caller has messages to look after; keep it at a few milliseconds.
         """
         block = self._block
@@ -152,6 +163,10 @@ class RolloutGate:
                 return None
             block.wait(Bell.ROLLOUT_CORE, seen, left)
 
+    def expect(self, predicted_s: float) -> None:
+        """The step is scheduled: how long it should have the device."""
+        self._block.set(Word.ROLLOUT_STEP_PREDICTED_NS, int(predicted_s * _NS))
+
     def _may_step_freely(self) -> bool:
         block = self._block
         return bool(block.get(Word.GATE_OPEN)) and block.get(Word.SERVING_WANTS) == block.get(Word.SERVING_ENGAGED)
@@ -162,21 +177,23 @@ class RolloutGate:
 
     def _try_enter(self, expected_s: float) -> Turn | None:
         block = self._block
-        block.set(Word.ROLLOUT_STEP_SINCE_NS, time.monotonic_ns())
+        block.set(Word.ROLLOUT_STEP_SINCE_NS, 0)
         block.set(Word.ROLLOUT_STEP_EXPECTED_NS, int(expected_s * _NS))
-        block.set(Word.ROLLOUT_ACTIVE, 1)
+        self.expect(expected_s)
+        block.add(Word.ROLLOUT_ENTERED)
         fence()
         if self._may_step_freely():
+            block.set(Word.ROLLOUT_AFTER, 0)
             return Turn(True, block.get(Word.GRANT_CHUNK_TOKENS))
         if grant := self._granted():
             chunk = block.get(Word.GRANT_CHUNK_TOKENS)
+            block.set(Word.ROLLOUT_AFTER, block.get(Word.GRANT_AFTER))
             block.set(Word.ROLLOUT_TURN, grant)
+            block.ring(Bell.SERVING_CORE)
             return Turn(False, chunk)
         self.leave()
         return None
 
     def leave(self) -> None:
-        """The device is free: give it back at once, before any post-processing."""
-        self._block.set(Word.ROLLOUT_ACTIVE, 0)
-        fence()
-        self._block.ring(Bell.SERVING_CORE)
+        """The worker has answered, or nothing was sent to it."""
+        self._device.release()

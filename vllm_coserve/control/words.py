@@ -18,12 +18,22 @@ class Word(IntEnum):
     GRANT = auto()  # S: number of the turn that is granted, 0 when none
     GRANT_CHUNK_TOKENS = auto()  # S: prefill tokens allowed in the granted turn (or in free steps while open)
     GRANT_SINCE_NS = auto()  # S: when the turn was granted
+    GRANT_AFTER = auto()  # S: serving step that has the device before the granted turn
     SERVING_WANTS = auto()  # S: counts arrivals; the rollout starts no free step once it moved
     SERVING_ENGAGED = auto()  # S: value of SERVING_WANTS when serving last opened the gate
-    ROLLOUT_ACTIVE = auto()  # R: 1 while a rollout step may be on the device
+    SERVING_SENT = auto()  # S: number of the last serving step that went to the worker
+    SERVING_SENT_AFTER = auto()  # S: rollout step that has the device before that one, 0 when none
+    SERVING_DONE = auto()  # serving worker, or S once it has answered: last serving step that has left the device
+    SERVING_DONE_NS = auto()  # with it: when
+    SERVING_WAITED_UNTIL_NS = auto()  # serving worker: when the step in flight got the device, 0 where it had no wait
+    SERVING_GAVE_UP = auto()  # serving worker: last rollout step that did not return the device in time
+    ROLLOUT_ENTERED = auto()  # R: number of the last rollout step that asked for the device
+    ROLLOUT_LEFT = auto()  # rollout worker, or R once it has answered: last rollout step that has left the device
+    ROLLOUT_AFTER = auto()  # R: serving step that has the device before the step in flight
     ROLLOUT_TURN = auto()  # R: number of the last granted turn it used
-    ROLLOUT_STEP_SINCE_NS = auto()  # R: start of the step in flight
-    ROLLOUT_STEP_EXPECTED_NS = auto()  # R: expected length of the step in flight
+    ROLLOUT_STEP_SINCE_NS = auto()  # rollout worker: since when the step in flight has the device; R: 0 until then
+    ROLLOUT_STEP_PREDICTED_NS = auto()  # R: predicted length of the step in flight
+    ROLLOUT_STEP_EXPECTED_NS = auto()  # R: its largest length, the base of serving's bound on its wait
     OFFER_DECODE_NS = auto()  # R: expected cost of the next step with decodes only
     OFFER_TOKEN_NS = auto()  # R: expected cost of one more prefill token
     OFFER_PREFILL_TOKENS = auto()  # R: prompt tokens it could compute now
@@ -71,9 +81,9 @@ class Word(IntEnum):
     # --- counters
     GRANTS = auto()  # S
     DENIALS = auto()  # S
-    OVERRUNS = auto()  # S: turns that were not returned in time
+    OVERRUNS = auto()  # serving worker: rollout steps that did not return the device in time
     SLACK_US = auto()  # S: slack at the last decision
-    HANDOVER_US = auto()  # S: moving average, grant to start of the rollout step
+    HANDOVER_US = auto()  # S: moving average of how long a granted device stood idle before the rollout's step
     RECLAIMS = auto()  # S: reclaim requests met
     RECLAIMED_PAGES = auto()  # S: pages taken back from the rollout
     CUTS = auto()  # S: emergency cuts
@@ -98,7 +108,8 @@ class Word(IntEnum):
 class Bell(IntEnum):
     """32-bit futex words. Several may ring a bell; waiters always bound their sleep and look at the words."""
 
-    SERVING_CORE = 0  # turn returned: wakes the serving engine core's main thread
+    SERVING_CORE = 0  # turn taken or returned, pages: wakes the serving engine core's main thread
+    DEVICE = auto()  # a step has left the device: wakes the worker whose step comes next
     ARBITER = auto()  # pages wanted or given back: wakes the arbiter thread of the serving engine core
     ROLLOUT_CORE = auto()  # turn granted, gate open, reclaim: wakes the rollout engine core
     SERVING_MAPPER = auto()  # serving slot table changed: wakes the serving worker's mapper thread

@@ -13,8 +13,9 @@ from vllm_coserve.api.errors import ConfigurationError
 from vllm_coserve.control.block import ControlBlock
 from vllm_coserve.control.words import Bell, Word
 from vllm_coserve.engine.latency_cache import LatencyCache
+from vllm_coserve.engine.steps import StepClock
 from vllm_coserve.memory.geometry import Geometry
-from vllm_coserve.policy.latency import LatencyModel, StepShape
+from vllm_coserve.policy.latency import LatencyModel
 
 if TYPE_CHECKING:
     from vllm_coserve.engine.block_pool import ElasticBlockPool
@@ -23,27 +24,6 @@ logger = logging.getLogger("vllm.coserve")
 
 SIDE_SERVING, SIDE_ROLLOUT = 1, 2
 KIND_API, KIND_CORE, KIND_WORKER = 1, 2, 3
-
-
-class StepClock:
-    """Measures what steps cost: from the end of `schedule` to the worker's answer, when the device is ours."""
-
-    def __init__(self, model: LatencyModel) -> None:
-        self.model = model
-        self.shape: StepShape | None = None
-        self.start_ns = 0
-        self.tokens = 0
-
-    def started(self, shape: StepShape, tokens: int) -> None:
-        """The step goes to the worker now."""
-        self.shape, self.tokens, self.start_ns = shape, tokens, time.monotonic_ns()
-
-    def ended(self, learn: bool) -> tuple[int, int]:
-        """The worker has answered; returns (start, end) in ns. Steps that overlapped the other engine teach nothing."""
-        end_ns = time.monotonic_ns()
-        if self.shape is not None and learn and self.tokens:
-            self.model.observe(self.shape, (end_ns - self.start_ns) / 1e9)
-        return self.start_ns, end_ns
 
 
 class CoreRuntime:
@@ -71,6 +51,11 @@ class CoreRuntime:
         self._pending: list[tuple[int, list[int]]] = []  # (table version, pages that are free once it is applied)
         self._latency_cache: LatencyCache | None = None
         self.stopping = threading.Event()
+
+    @property
+    def gated(self) -> bool:
+        """False with `--coserve-policy none`: both engines compute whenever they like."""
+        return self.config.policy != "none"
 
     # ---- start-up, in the order in which vLLM gets there
 
@@ -157,27 +142,9 @@ class CoreRuntime:
 
     # ---- steps
 
-    def step_shape(self, scheduler_output: Any) -> tuple[StepShape, int]:
-        """What a scheduled step computes, and how many tokens in all."""
-        prefill = pairs = decodes = context = 0
-        requests = self.scheduler.requests
-        for req_id, n in scheduler_output.num_scheduled_tokens.items():
-            request = requests.get(req_id)
-            if request is None:  # aborted meanwhile
-                continue
-            before = request.num_computed_tokens - n
-            if n == 1 and before >= request.num_prompt_tokens:
-                decodes += 1
-                context += before
-            else:
-                prefill += n
-                pairs += n * before + n * n // 2
-        return StepShape(prefill, pairs, decodes, context), scheduler_output.total_num_scheduled_tokens
-
     def after_schedule(self, scheduler_output: Any) -> None:
         """The step is known and goes to the worker."""
-        shape, tokens = self.step_shape(scheduler_output)
-        self.clock.started(shape, tokens)
+        raise NotImplementedError
 
     def after_send(self) -> None:
         """The step is with the worker, which computes: what nobody waits for is done now."""

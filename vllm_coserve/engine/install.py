@@ -104,16 +104,12 @@ def _install_queues(process: _Process) -> None:
         if words[Word.GENERATION] == words[Word.GENERATION_DEAD]:
             return False  # its processes give their memory back
         if process.is_worker and gated:
-            return not words[Word.ROLLOUT_ACTIVE]
+            return words[Word.ROLLOUT_ENTERED] == words[Word.ROLLOUT_LEFT]
         return not (words[Word.ROLLOUT_RUNNING] or words[Word.ROLLOUT_WAITING])
 
     may_spin = rollout_is_off if process.side == SIDE_SERVING else lambda: False
     patch("queue_yield", lambda original: nap)
     patch("queue_condition", lambda original: futex_condition_class(original, process.block, may_spin))
-
-
-def _needs_second_call(worker: Any, scheduler_output: Any) -> bool:
-    return scheduler_output.has_structured_output_requests or worker.vllm_config.scheduler_config.async_scheduling
 
 
 def _install_worker(process: _Process) -> None:
@@ -139,14 +135,19 @@ def _install_worker(process: _Process) -> None:
 
     def execute_after_sync(original: Any) -> Any:
         def execute_model(self: Any, scheduler_output: Any) -> Any:
-            process.worker.sync()
+            worker = process.worker
+            worker.sync()
+            if scheduler_output.total_num_scheduled_tokens:
+                worker.device.acquire()
             output = original(self, scheduler_output)
-            # On a GPU the worker is in the engine core's process, and vLLM's warm-up makes the second call itself.
-            one_process = process.context.device == "cuda"
-            if output is None and not one_process and not _needs_second_call(self, scheduler_output):
+            if process.context.device == "cuda":
+                return output  # the engine core is this process, and vLLM's warm-up makes the second call itself
+            if output is None and not scheduler_output.has_structured_output_requests:
                 # vLLM asks for the sample in a second call, so that it can make a grammar's bitmask meanwhile. Without
                 # a grammar that is one more hand-over between processes for nothing.
-                return self.sample_tokens(None)
+                output = self.sample_tokens(None)
+            if output is not None:
+                worker.device.release()
             return output
 
         return execute_model
@@ -283,7 +284,7 @@ def _install_loop(process: _Process) -> None:
 def _install_serving_loop(process: _Process) -> None:
     def arrival(original: Any) -> Any:
         def preprocess_add_request(self: Any, request: Any) -> Any:
-            process.core.guarded("seeing an arrival", process.core.on_arrival)
+            process.core.guarded("seeing an arrival", process.core.compute.on_arrival)
             return original(self, request)
 
         return preprocess_add_request
@@ -294,7 +295,7 @@ def _install_serving_loop(process: _Process) -> None:
             if not self.has_work() and self.is_running():
                 runtime.guarded("opening the gate", runtime.on_idle)
             result = original(self)
-            runtime.guarded("closing the gate", runtime.on_busy)
+            runtime.guarded("closing the gate", runtime.compute.on_busy)
             return result
 
         return _process_input_queue
@@ -302,7 +303,7 @@ def _install_serving_loop(process: _Process) -> None:
     def step(original: Any) -> Any:
         def _process_engine_step(self: Any) -> bool:
             runtime = process.core
-            if runtime.guarded("granting a turn", runtime.grant_turn, False):
+            if runtime.guarded("granting a turn", runtime.compute.before_step, False):
                 return False  # messages first: a request may have come in meanwhile
             return original(self)
 
@@ -341,6 +342,7 @@ def _install_rollout_loop(process: _Process) -> None:
             runtime = process.core
             runtime.guarded("work between steps", runtime.between_steps)
             if runtime.weights.busy:
+                runtime.withdraw_offer()
                 time.sleep(_WEIGHTS_POLL_S)
                 return False
             if not (self.scheduler.running or self.scheduler.waiting):

@@ -21,6 +21,7 @@ from vllm_coserve.engine.endings import (
     Endings,
 )
 from vllm_coserve.engine.rollout_weights import WeightsKeeper
+from vllm_coserve.engine.steps import step_shape
 from vllm_coserve.memory.ledger import RolloutLedger
 from vllm_coserve.policy.latency import StepShape
 from vllm_coserve.policy.victims import Candidate, choose_victims
@@ -106,7 +107,7 @@ class RolloutRuntime(CoreRuntime):
 
     def enter_turn(self) -> Turn | None:
         """Wait briefly for leave to step; None: look after messages and come again."""
-        if self.config.policy == "none":
+        if not self.gated:
             return Turn(True, self.config.chunk_tokens)
         if not self.block.get(Word.ROLLOUT_READY):  # profiling at start-up: through the gate, with a guess
             return self.gate.enter(0.2, _TURN_WAIT_S)
@@ -159,15 +160,26 @@ class RolloutRuntime(CoreRuntime):
     def nothing_scheduled(self) -> None:
         """A turn was used for nothing (no pages): ask for none until pages may have come."""
         self._refused_until_s = time.monotonic() + _NOTHING_SCHEDULED_BACKOFF_S
-        self._withdraw_offer()
+        self.withdraw_offer()
 
-    def _withdraw_offer(self) -> None:
+    def withdraw_offer(self) -> None:
+        """There is no step that a turn could be used for."""
         self.block.set(Word.OFFER_DECODES, 0)
         self.block.set(Word.OFFER_PREFILL_TOKENS, 0)
 
+    def after_schedule(self, scheduler_output: Any) -> None:
+        """The step is known and goes to the worker."""
+        shape = step_shape(self.scheduler, scheduler_output)
+        self.clock.shape, self.clock.tokens = shape, scheduler_output.total_num_scheduled_tokens
+        if self.in_turn:
+            self.gate.expect(self.clock.model.predict_s(shape))
+        self.clock.start()
+
     def after_device(self, scheduler_output: Any) -> None:
         """The worker has answered."""
-        start_ns, end_ns = self.clock.ended(learn=self.config.policy != "none")
+        start_ns, end_ns = self.clock.end(self.block.get(Word.ROLLOUT_STEP_SINCE_NS) if self.in_turn else 0)
+        if self.gated:
+            self.clock.learn(start_ns, end_ns)
         self.end_turn()
         if self.clock.tokens:
             self.block.record_turn(self.who, start_ns, end_ns, self.clock.tokens)
@@ -205,7 +217,7 @@ class RolloutRuntime(CoreRuntime):
             self._upkeep(now_s)
         self._publish_wish()
         if not (self.scheduler.running or self.scheduler.waiting):
-            self._withdraw_offer()
+            self.withdraw_offer()
         block.set(Word.ROLLOUT_RUNNING, len(self.scheduler.running))
         block.set(Word.ROLLOUT_WAITING, len(self.scheduler.waiting))
         block.set(Word.ROLLOUT_HEARTBEAT_NS, time.monotonic_ns())

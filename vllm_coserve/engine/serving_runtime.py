@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 from collections.abc import Callable
@@ -11,15 +10,12 @@ from typing import Any
 from vllm_coserve.api.context import Context
 from vllm_coserve.control.block import WHO_SERVING, ControlBlock
 from vllm_coserve.control.events import EventKind, Writer
-from vllm_coserve.control.gate import ServingGate
 from vllm_coserve.control.words import Bell, Word
 from vllm_coserve.engine.core_runtime import KIND_WORKER, SIDE_ROLLOUT, SIDE_SERVING, CoreRuntime, logger
 from vllm_coserve.engine.device import device_index, has_ended
+from vllm_coserve.engine.serving_compute import ServingCompute
 from vllm_coserve.memory.devices import make_eraser
 from vllm_coserve.memory.ledger import Owner, ServingLedger, nobody_holds
-from vllm_coserve.policy.admission import Grant, RolloutOffer, admit, idle_chunk_tokens
-from vllm_coserve.policy.feedback import SpendController
-from vllm_coserve.policy.latency import StepShape
 from vllm_coserve.policy.memory import (
     MemoryConfig,
     MemoryFacts,
@@ -28,7 +24,6 @@ from vllm_coserve.policy.memory import (
     serving_limit_pages,
     urgent_reclaim_to,
 )
-from vllm_coserve.policy.slack import Decoding, PendingPrefill, ServingFacts, Slo, serving_slack
 
 _RECLAIM_WAIT_S = 0.1  # a serving allocation waits for pages at most so long, then vLLM's scheduler does without
 # A rollout engine that owes pages for so long is killed: pages that serving waits for, and others. They follow within
@@ -36,10 +31,6 @@ _RECLAIM_WAIT_S = 0.1  # a serving allocation waits for pages at most so long, t
 _DEBT_KILL_S, _PATIENT_DEBT_KILL_S = 1.0, 5.0
 _TICK_S, _IDLE_TICK_S = 0.02, 0.1
 _CLEAN_PER_TICK = 16
-_MAX_PREFILLS_SEEN = 64
-_TPOT_SPEND = 0.2, 0.62, 0.8  # lowest, at the start, highest
-_INTERRUPTION_WEIGHT = 0.05
-_TPOT_MET_SHARE = 0.95  # of the SLO, seen here: users also wait for detokenising and HTTP
 
 
 class ServingRuntime(CoreRuntime):
@@ -55,47 +46,29 @@ class ServingRuntime(CoreRuntime):
         self._eraser = make_eraser(context, block.pool_pages, block.page_bytes, device_index(context))
         self._members_fd = context.open(context.members_fd)
         self.ledger = ServingLedger(block.owners, self._eraser.zero)
-        self.gate = ServingGate(block)
-        ms = self.config.ttft_slo_ms, self.config.tpot_slo_ms
-        self.slo = Slo(*(None if v is None else v / 1000 for v in ms))
+        self.compute = ServingCompute(block, self.config, self.clock)
         self._memory_config = MemoryConfig(headroom_fraction=self.config.headroom, mode=self.config.memory)
         self._memory = MemoryPolicy(self._memory_config, block.pool_pages)
-        self._decoding: dict[str, Decoding] = {}
-        self._interruption_s = 0.0  # moving average of what prefills add to a step
-        self._tpot_spend = SpendController(*_TPOT_SPEND)
         self._release_wanted = 0  # cached pages that the policy wants back from serving
         self._reclaim_since_ns = 0  # when the reclaim that is under way was asked for
         self._reclaim_from = 0  # pages the rollout held then
         self._reclaim_lock = threading.Lock()
-        self._turn_since_step = False
-        self._overlapped = False
-        self._unheeded_ns = -1  # the rollout's heartbeat when it left a grant unused
-        self._scheduled: Any = None  # the step that is being sent, until it is read
-        self._ended: tuple[StepShape, int, int, int, bool] | None = None  # the step before, until it is noted
+
+    def attach(self, core: Any) -> None:
+        self.compute.scheduler = core.scheduler
+        super().attach(core)
 
     def profile_step(self) -> Callable[[], Any]:
         return self.core.step_fn
 
     # ---- compute
 
-    @property
-    def gated(self) -> bool:
-        """False with `--coserve-policy none`: both engines compute whenever they like."""
-        return self.config.policy != "none"
-
-    def on_arrival(self) -> None:
-        """A request is being decoded from the socket. Input thread."""
-        self.gate.raise_flag()
-
     def on_idle(self) -> None:
         """Nothing to do: open the gate, unless something has come in meanwhile."""
         wants = self.block.get(Word.SERVING_WANTS)
-        self.after_send()
         self.between_steps()
-        if self.gated and not self.gate.is_open and self.core.input_queue.empty():
-            offer = self._offer()
-            chunk = idle_chunk_tokens(offer, self.slo, max_chunk_tokens=self.config.chunk_tokens)
-            self.gate.open(wants, chunk)
+        if self.core.input_queue.empty():
+            self.compute.on_idle(wants)
 
     def after_message(self, woken: bool) -> None:
         if self.core is None:
@@ -105,134 +78,14 @@ class ServingRuntime(CoreRuntime):
         elif woken:
             self.between_steps()
 
-    def on_busy(self) -> None:
-        """There is work: take the device back."""
-        if self.gate.is_open:
-            self.gate.close()
-
-    def grant_turn(self) -> bool:
-        """Before a serving step: lend the device for one rollout step if slack allows; True when a turn was used."""
-        if not self.gated or not (self.scheduler.running or self.scheduler.waiting):
-            return False
-        offer = self._offer()
-        heartbeat_ns = self.block.get(Word.ROLLOUT_HEARTBEAT_NS)
-        if not (offer.decode_requests or offer.prefill_tokens) or heartbeat_ns == self._unheeded_ns:
-            return False
-        facts = self._serving_facts()
-        slack = serving_slack(
-            facts,
-            self.slo,
-            self.clock.model,
-            policy=self.config.policy,
-            role=self.config.role,
-            chunk_tokens=self.scheduler.max_num_scheduled_tokens,
-            tpot_spend=self._tpot_spend.spend,
-        )
-        if slack.seconds == math.inf and self._turn_since_step:
-            return False  # no SLO bounds this wait, but serving's users still get every other step
-        seconds = max(-3600.0, min(3600.0, slack.seconds))
-        self.block.set(Word.SLACK_US, int(seconds * 1e6))
-        margin = max(1.0, self.block.get(Word.OFFER_MARGIN_PPM) / 1e6)
-        handover_s = self.block.get(Word.HANDOVER_US) / 1e6
-        decision = admit(
-            slack.seconds, offer, margin=margin, handover_s=handover_s, max_chunk_tokens=self.config.chunk_tokens
-        )
-        if not isinstance(decision, Grant) or self.gate.rollout_is_stuck():
-            self.block.add(Word.DENIALS)
-            return False
-        used = self.gate.grant(decision.chunk_tokens)
-        # A rollout engine that did not react (stopped, hung) is asked again only after a sign of life.
-        self._unheeded_ns = -1 if used else heartbeat_ns
-        self._turn_since_step = used
-        self.block.add(Word.GRANTS if used else Word.DENIALS)
-        return used
-
-    def _offer(self) -> RolloutOffer:
-        get = self.block.get
-        if not get(Word.ROLLOUT_READY) or get(Word.GENERATION_DEAD) == get(Word.GENERATION):
-            return RolloutOffer(0.0, 0.0, 0, 0)
-        return RolloutOffer(
-            decode_step_s=get(Word.OFFER_DECODE_NS) / 1e9,
-            per_prefill_token_s=get(Word.OFFER_TOKEN_NS) / 1e9,
-            prefill_tokens=get(Word.OFFER_PREFILL_TOKENS),
-            decode_requests=get(Word.OFFER_DECODES),
-        )
-
-    def _serving_facts(self) -> ServingFacts:
-        now_s, to_monotonic = time.monotonic(), time.monotonic() - time.time()
-        prefills: list[PendingPrefill] = []
-        decodes: list[Decoding] = []
-        context = 0
-        for request in self.scheduler.running:
-            left = request.num_prompt_tokens - request.num_computed_tokens
-            if left > 0:
-                prefills.append(PendingPrefill(request.arrival_time + to_monotonic, left, request.num_computed_tokens))
-                continue
-            context += request.num_computed_tokens
-            decodes.append(self._decoding.get(request.request_id) or Decoding(now_s, now_s, 1))
-        for request in self.scheduler.waiting:
-            if len(prefills) >= _MAX_PREFILLS_SEEN:
-                break
-            left = request.num_tokens - request.num_computed_tokens
-            prefills.append(PendingPrefill(request.arrival_time + to_monotonic, left, request.num_computed_tokens))
-        return ServingFacts(now_s, tuple(prefills), tuple(decodes), len(decodes), context, self._interruption_s)
-
     def after_schedule(self, scheduler_output: Any) -> None:
-        """The step goes to the worker: whatever can wait until it is there, does."""
-        self.after_send()  # where nobody has called it
-        self.clock.start_ns, self._scheduled = time.monotonic_ns(), scheduler_output
-        self._turn_since_step = False
-        self._overlapped = bool(self.block.get(Word.ROLLOUT_ACTIVE))
+        self.compute.after_schedule(scheduler_output)
 
     def after_send(self) -> None:
-        """The worker computes: note the step before, and what this one is."""
-        ended, self._ended = self._ended, None
-        if ended is not None:
-            shape, tokens, start_ns, end_ns, learn = ended
-            if learn:
-                self.clock.model.observe(shape, (end_ns - start_ns) / 1e9)
-            self.block.record_turn(self.who, start_ns, end_ns, tokens)
-            self.block.add(Word.SERVING_STEPS)
-            self.block.add(Word.SERVING_BUSY_NS, end_ns - start_ns)
-        scheduled, self._scheduled = self._scheduled, None
-        if scheduled is None:
-            return
-        shape, self.clock.tokens = self.step_shape(scheduled)
-        self.clock.shape = shape
-        if shape.prefill_tokens:
-            prefill_s = self.clock.model.prefill_work_s(shape.prefill_tokens, shape.prefill_context_tokens)
-            self._interruption_s += _INTERRUPTION_WEIGHT * (prefill_s - self._interruption_s)
+        self.compute.after_send()
 
     def after_device(self, scheduler_output: Any) -> None:
-        """The worker has answered; the step's tokens go out next."""
-        start_ns, end_ns = self.clock.start_ns, time.monotonic_ns()
-        self.after_send()
-        if self.clock.shape is not None and self.clock.tokens:
-            learn = not (self._overlapped or self.block.get(Word.ROLLOUT_ACTIVE)) and self.gated
-            self._ended = self.clock.shape, self.clock.tokens, start_ns, end_ns, learn
-        if self._rollout_has_requests():
-            self._follow_requests(scheduler_output, end_ns / 1e9)
-        elif self._decoding:
-            self._decoding.clear()  # what is not followed is thought to begin anew
-
-    def _rollout_has_requests(self) -> bool:
-        return bool(self.block.get(Word.ROLLOUT_RUNNING) or self.block.get(Word.ROLLOUT_WAITING))
-
-    def _follow_requests(self, scheduler_output: Any, now_s: float) -> None:
-        """Note when each request got its tokens; only a rollout that wants the device makes anybody ask."""
-        decoding, requests = self._decoding, self.scheduler.requests
-        for req_id in scheduler_output.num_scheduled_tokens:
-            request = requests.get(req_id)
-            if request is not None and request.num_computed_tokens >= request.num_prompt_tokens:
-                before = decoding.get(req_id)
-                decoding[req_id] = (
-                    Decoding(before.first_s, now_s, before.tokens + 1) if before else Decoding(now_s, now_s, 1)
-                )
-        for req_id in scheduler_output.finished_req_ids:
-            done = decoding.pop(req_id, None)
-            if done is not None and done.tokens > 1 and self.slo.tpot_s is not None:
-                tpot_s = (done.last_s - done.first_s) / (done.tokens - 1)
-                self._tpot_spend.observe(tpot_s <= _TPOT_MET_SHARE * self.slo.tpot_s)
+        self.compute.after_device(scheduler_output)
 
     # ---- memory, main thread
 
@@ -293,7 +146,7 @@ class ServingRuntime(CoreRuntime):
             seen = self.block.bell(Bell.ARBITER)
             self.guarded("memory arbiter", self._tick)
             # Whoever changes something rings; without a rollout request there is little that could be late.
-            self.block.wait(Bell.ARBITER, seen, _TICK_S if self._rollout_has_requests() else _IDLE_TICK_S)
+            self.block.wait(Bell.ARBITER, seen, _TICK_S if self.compute.rollout_has_requests() else _IDLE_TICK_S)
 
     def _memory_facts(self) -> MemoryFacts:
         get = self.block.get
@@ -397,10 +250,11 @@ class ServingRuntime(CoreRuntime):
             return
         pages = self.ledger.put_all_of_rollout()
         block.rollout_table[:] = -1
-        for word in (Word.ROLLOUT_ACTIVE, Word.ROLLOUT_READY, Word.ROLLOUT_WANTED_PAGES, Word.OFFER_DECODES):
+        for word in (Word.ROLLOUT_READY, Word.ROLLOUT_WANTED_PAGES, Word.OFFER_DECODES):
             block.set(word, 0)  # their writer is gone
         for word in (Word.OFFER_PREFILL_TOKENS, Word.ROLLOUT_RUNNING, Word.ROLLOUT_WAITING):
             block.set(word, 0)
+        block.set(Word.ROLLOUT_LEFT, block.get(Word.ROLLOUT_ENTERED))
         block.set(Word.RECLAIM_DONE_SEQ, block.get(Word.RECLAIM_SEQ))
         block.clear_members(SIDE_ROLLOUT)
         block.set(Word.GENERATION_CLEARED, dead)

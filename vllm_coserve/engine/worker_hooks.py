@@ -14,6 +14,7 @@ from typing import Any
 from vllm_coserve.api.context import Context
 from vllm_coserve.api.errors import ContractError
 from vllm_coserve.control.block import ControlBlock
+from vllm_coserve.control.handover import RolloutDevice, ServingDevice
 from vllm_coserve.control.words import Bell, Word
 from vllm_coserve.engine.device import device_index
 from vllm_coserve.memory.devices import kept_slots, make_driver
@@ -54,12 +55,14 @@ class WorkerRuntime:
     applies them before a step. Both work under one lock.
 
     Attributes:
+        device: this worker's end of the hand-over of the device.
         faults: driver calls that failed; all but the last of a series were made good by a retry.
     """
 
     def __init__(self, context: Context, block: ControlBlock) -> None:
         self._context, self._block = context, block
         serving = context.side == "serving"
+        self.device = ServingDevice(block) if serving else RolloutDevice(block)
         self._table = block.serving_table if serving else block.rollout_table
         self._version = Word.SERVING_TABLE_VERSION if serving else Word.ROLLOUT_TABLE_VERSION
         self._applied = Word.SERVING_TABLE_APPLIED if serving else Word.ROLLOUT_TABLE_APPLIED
