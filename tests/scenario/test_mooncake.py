@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import importlib.util
 import shutil
@@ -12,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -20,6 +19,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.unit.damage import Damage, Weights, any_shapes, check_damaged_read, same
 from vllm_coserve.demo.servers import free_port
 from vllm_coserve.weights.codec import bits_of
 from vllm_coserve.weights.mooncake import MooncakeStore
@@ -28,8 +28,6 @@ from vllm_coserve.weights.replica import Replica
 from vllm_coserve.weights.store import RelayError, Release
 
 pytestmark = [pytest.mark.scenario, pytest.mark.timeout(120)]
-
-Weights = dict[str, torch.Tensor]
 
 _STAGING_BYTES = 8 << 20
 _START_BOUND_S = 30
@@ -136,24 +134,16 @@ def _trained(weights: Weights, seed: int, density: float = 0.01, far: int = 1) -
     return out
 
 
-def _same(replica: Replica, weights: Weights) -> bool:
-    return all(torch.equal(bits_of(replica.tensors[n]), bits_of(weights[n])) for n in weights)
-
-
-def _any(shapes: Mapping[str, list[int]]) -> None:
-    """Accept all."""
-
-
 def test_versions_pass_through_a_store(cluster: _Cluster, stores: tuple[MooncakeStore, MooncakeStore]) -> None:
     (store, reader), weights = stores, _weights()
     publisher, replica, late = Publisher(store, 3, 1 << 20), Replica(), Replica()
     for version in range(1, 7):
         made = publisher.publish(version, weights.items())
         publisher.retire(2)
-        assert replica.advance(reader, version, _any) == made[:1]
-        assert _same(replica, weights)
+        assert replica.advance(reader, version, any_shapes) == made[:1]
+        assert same(replica, weights)
         weights = _trained(weights, version)
-    assert late.advance(reader, 6, _any) == [Release(4), Release(5, 4), Release(6, 5)]
+    assert late.advance(reader, 6, any_shapes) == [Release(4), Release(5, 4), Release(6, 5)]
     assert reader.releases(1) == [] and reader.releases(9) == []
     with pytest.raises(RelayError, match="404"):
         reader.manifest(Release(1))
@@ -174,49 +164,33 @@ def test_an_address_that_is_none_is_named(url: str) -> None:
 
 
 class _Damaged(MooncakeStore):
-    """Flips a bit of what it reads; what comes is numbered, byte by byte."""
-
-    at, bit, seen = -1, 0, 0
+    def __init__(self, address: str) -> None:
+        super().__init__(address, _STAGING_BYTES)
+        self.damage = Damage()
 
     def _get(self, key: str, nbytes_max: int) -> memoryview:
-        return self._flip(super()._get(key, nbytes_max))
+        return self.damage.of(super()._get(key, nbytes_max))
 
     def get_range(self, release: Release, name: str, start: int, end: int) -> memoryview:
-        return self._flip(memoryview(super().get_range(release, name, start, end)))
-
-    def _flip(self, data: memoryview) -> memoryview:
-        at, self.seen = self.at - self.seen, self.seen + len(data)
-        if 0 <= at < len(data):
-            data[at] ^= 1 << self.bit
-        return data
+        return self.damage.of(memoryview(super().get_range(release, name, start, end)))
 
 
 def test_no_bit_that_flips_makes_a_wrong_version(
     cluster: _Cluster, stores: tuple[MooncakeStore, MooncakeStore]
 ) -> None:
     publisher, weights = Publisher(stores[0], 3, 500), _weights(300)
-    reader, kept = _Damaged(f"mooncake://{cluster.address}/job-1", _STAGING_BYTES), {}
+    reader, kept = _Damaged(f"mooncake://{cluster.address}/job-1"), {}
     replica = Replica()
     for version in range(1, 5):
         publisher.publish(version, weights.items())
-        replica.advance(reader, version, _any)
+        replica.advance(reader, version, any_shapes)
         kept[version] = copy.deepcopy(replica), weights
         weights = _trained(weights, version)
 
     @settings(max_examples=100, suppress_health_check=list(HealthCheck))
     @given(st.sampled_from([1, 2, 3]), st.sampled_from([2, 3, 4]), st.floats(0, 1, exclude_max=True), st.integers(0, 7))
     def check(have: int, wanted: int, place: float, bit: int) -> None:
-        reader.at, reader.seen = -1, 0
-        copy.deepcopy(kept[have][0]).advance(reader, wanted, _any)
-        reader.at, reader.bit, reader.seen = int(place * reader.seen), bit, 0
-        replica = copy.deepcopy(kept[have][0])
-        with contextlib.suppress(RelayError):
-            replica.advance(reader, wanted, _any)
-            assert replica.version == wanted
-        assert replica.version is None or _same(replica, kept[replica.version][1])
-        reader.at = -1
-        replica.advance(reader, wanted, _any)
-        assert replica.version == wanted and _same(replica, kept[wanted][1])
+        check_damaged_read(reader, reader.damage, kept, have, wanted, place, bit)
 
     check()
     reader.close()
@@ -239,8 +213,8 @@ class _World:
         return self.publisher.publish(self.version, self.weights.items())
 
     def follow(self) -> None:
-        self.replica.advance(self.stores[1], self.version, _any)
-        assert self.replica.version == self.version and _same(self.replica, self.weights)
+        self.replica.advance(self.stores[1], self.version, any_shapes)
+        assert self.replica.version == self.version and same(self.replica, self.weights)
         self.used = self.weights
 
     def fails(self, do: Callable[[], object], match: str) -> None:
@@ -249,7 +223,7 @@ class _World:
         with pytest.raises(RelayError, match=match):
             do()
         assert time.monotonic() - start < _ANSWER_BOUND_S
-        assert self.replica.version is None or (self.replica.version == before and _same(self.replica, self.used))
+        assert self.replica.version is None or (self.replica.version == before and same(self.replica, self.used))
 
     def recovers(self, whole: bool = True) -> None:
         """Versions go on to be published, and the worker follows: by a whole one, then by changes again."""
@@ -288,23 +262,23 @@ def world(stores: tuple[MooncakeStore, MooncakeStore]) -> _World:
 
 def test_a_master_that_was_started_anew_gets_a_whole_version(cluster: _Cluster, world: _World) -> None:
     cluster.kill("master")
-    world.fails(lambda: world.replica.advance(world.stores[1], world.version, _any), "does not answer")
+    world.fails(lambda: world.replica.advance(world.stores[1], world.version, any_shapes), "does not answer")
     world.fails(world.publish, "does not answer")
     cluster.start_master()
-    world.fails(lambda: Replica().advance(world.stores[1], 2, _any), "404|master does not")
+    world.fails(lambda: Replica().advance(world.stores[1], 2, any_shapes), "404|master does not")
     world.recovers()
 
 
 def test_a_master_that_was_started_anew_between_two_versions(cluster: _Cluster, world: _World) -> None:
     cluster.kill("master")
     cluster.start_master()
-    world.fails(lambda: Replica().advance(world.stores[1], 2, _any), "404|master does not")
+    world.fails(lambda: Replica().advance(world.stores[1], 2, any_shapes), "404|master does not")
     world.recovers()
 
 
 def test_a_master_that_stands_still(cluster: _Cluster, world: _World) -> None:
     cluster.send("master", signal.SIGSTOP)
-    world.fails(lambda: world.replica.advance(world.stores[1], world.version, _any), "does not answer")
+    world.fails(lambda: world.replica.advance(world.stores[1], world.version, any_shapes), "does not answer")
     cluster.send("master", signal.SIGCONT)
     world.recovers(whole=False)
 
@@ -347,7 +321,7 @@ def _in_the_middle(cluster: _Cluster, world: _World, doing: str, do: Callable[[]
         world.fails(world.publish, "does not answer|404")
     else:
         world.publish()
-        world.fails(lambda: world.replica.advance(store, world.version, _any), "does not answer|404")
+        world.fails(lambda: world.replica.advance(store, world.version, any_shapes), "does not answer|404")
     delattr(store, name)
 
 
@@ -357,7 +331,7 @@ def test_a_full_store_refuses_a_version_and_takes_a_later_one(cluster: _Cluster,
         for i in range(60):
             other.put_bucket(Release(7), f"b{i}", [bytes(_STAGING_BYTES)])
     world.fails(world.publish, "full")
-    world.fails(lambda: world.replica.advance(world.stores[1], world.version, _any), "404")
+    world.fails(lambda: world.replica.advance(world.stores[1], world.version, any_shapes), "404")
     other.delete(Release(7))
     other.close()
     world.recovers()

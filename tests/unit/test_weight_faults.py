@@ -3,12 +3,11 @@ itself. The relay holds memory only: there is no disk of its own to fill; full m
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import itertools
 import signal
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import pytest
@@ -16,6 +15,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.unit.damage import Damage, Weights, any_shapes, check_damaged_read, same
 from tests.unit.relay_world import RelayProcess, Wire
 from vllm_coserve.weights import relay_client
 from vllm_coserve.weights.codec import bits_of
@@ -35,8 +35,6 @@ from vllm_coserve.weights.store import (
     pack_manifest,
     unpack_manifest,
 )
-
-Weights = dict[str, torch.Tensor]
 
 _BUCKET_BYTES = 4 << 20
 _PASSED_BYTES = 1 << 20  # before the relay is killed
@@ -70,16 +68,6 @@ def _far(weights: Weights, seed: int) -> Weights:
     return out
 
 
-def _same(replica: Replica, weights: Weights) -> bool:
-    return replica.tensors.keys() == weights.keys() and all(
-        torch.equal(bits_of(replica.tensors[name]), bits_of(weights[name])) for name in weights
-    )
-
-
-def _any(shapes: Mapping[str, list[int]]) -> None:
-    """Accept all."""
-
-
 # ---- a relay that is killed
 
 
@@ -99,8 +87,8 @@ class _World:
         self.worker = RelayClient(self.wire.url)
 
     def follow(self, version: int) -> list[Release]:
-        taken = self.replica.advance(self.worker, version, _any)
-        assert self.replica.version == version and _same(self.replica, self.weights)
+        taken = self.replica.advance(self.worker, version, any_shapes)
+        assert self.replica.version == version and same(self.replica, self.weights)
         return taken
 
 
@@ -126,8 +114,8 @@ def test_a_relay_killed_in_the_middle_of_a_push(world: _World, first: bool) -> N
         world.publisher.publish(version, world.weights.items())
     world.relay.start()
     with pytest.raises(GoneError, match="404"):
-        world.replica.advance(world.worker, version, _any)
-    assert first or (world.replica.version == 1 and _same(world.replica, old))
+        world.replica.advance(world.worker, version, any_shapes)
+    assert first or (world.replica.version == 1 and same(world.replica, old))
     world.weights = _trained(world.weights, 2)
     assert world.publisher.publish(version + 1, world.weights.items()) == [Release(version + 1)]
     assert world.follow(version + 1) == [Release(version + 1)]
@@ -142,8 +130,8 @@ def test_a_relay_killed_in_the_middle_of_a_pull(world: _World, first: bool) -> N
     world.publisher.publish(2, world.weights.items())
     world.wire.after("down", _PASSED_BYTES, world.relay.kill)
     with pytest.raises(RelayError, match="does not answer"):
-        world.replica.advance(world.worker, 1 if first else 2, _any)
-    assert world.replica.version is None if first else world.replica.version == 1 and _same(world.replica, old)
+        world.replica.advance(world.worker, 1 if first else 2, any_shapes)
+    assert world.replica.version is None if first else world.replica.version == 1 and same(world.replica, old)
     world.relay.start()
     world.weights = _trained(world.weights, 2)
     assert world.publisher.publish(3, world.weights.items()) == [Release(3)]  # the relay leads to nothing any more
@@ -159,7 +147,7 @@ def test_a_relay_that_was_started_anew_gets_a_whole_version(world: _World) -> No
         world.weights = _trained(world.weights, version)
         assert world.publisher.publish(version, world.weights.items()) == made
         assert world.follow(version) == made
-    assert Replica().advance(world.worker, 3, _any) == [Release(2), Release(3, 2)]
+    assert Replica().advance(world.worker, 3, any_shapes) == [Release(2), Release(3, 2)]
 
 
 def test_a_relay_that_stands_still_is_waited_for_within_bounds(world: _World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,12 +159,12 @@ def test_a_relay_that_stands_still_is_waited_for_within_bounds(world: _World, mo
     world.relay.send(signal.SIGSTOP)
     start = time.monotonic()
     with pytest.raises(RelayError, match="does not answer"):
-        world.replica.advance(world.worker, 1, _any)
+        world.replica.advance(world.worker, 1, any_shapes)
     new = _trained(world.weights, 1)
     with pytest.raises(RelayError, match="does not answer"):
         world.publisher.publish(2, new.items())
     assert time.monotonic() - start < _BOUND_S
-    assert world.replica.version == 1 and _same(world.replica, world.weights)
+    assert world.replica.version == 1 and same(world.replica, world.weights)
     world.relay.send(signal.SIGCONT)
     monkeypatch.setattr(relay_client, "_SOCKET_BOUND_S", 30.0)
     world.weights = _trained(new, 2)
@@ -190,40 +178,31 @@ def test_a_full_relay_refuses_a_version_and_takes_a_later_one() -> None:
         client, other = RelayClient(relay.url), RelayClient(relay.url)
         publisher = Publisher(client, 3, _BUCKET_BYTES)
         publisher.publish(1, weights.items())
-        replica.advance(client, 1, _any)
+        replica.advance(client, 1, any_shapes)
         other.put_bucket(Release(99), "b", [bytes(11 << 20)])  # of another job
         new = _far(weights, 1)
         with pytest.raises(RelayError, match=r"507.*delete old versions"):
             publisher.publish(2, new.items())
         with pytest.raises(GoneError):
-            replica.advance(client, 2, _any)
-        assert replica.version == 1 and _same(replica, weights)
+            replica.advance(client, 2, any_shapes)
+        assert replica.version == 1 and same(replica, weights)
         other.delete(Release(99))
         new = _trained(new, 2)
         assert publisher.publish(3, new.items()) == [Release(3)]
-        replica.advance(client, 3, _any)
-        assert replica.version == 3 and _same(replica, new)
+        replica.advance(client, 3, any_shapes)
+        assert replica.version == 3 and same(replica, new)
 
 
 # ---- damage
 
 
 class _Damaged(RelayClient):
-    """Damages one of its answers; what comes is numbered, byte by byte."""
-
     def __init__(self, url: str) -> None:
         super().__init__(url)
-        self.at, self.bit, self.cut, self.seen = -1, 0, False, 0
+        self.damage = Damage()
 
     def _call(self, *args: object, **options: object) -> bytearray:
-        data = super()._call(*args, **options)
-        at, self.seen = self.at - self.seen, self.seen + len(data)
-        if not 0 <= at < len(data):
-            return data
-        if self.cut:
-            return data[:at]
-        data[at] ^= 1 << self.bit
-        return data
+        return self.damage.of(super()._call(*args, **options))
 
 
 _VERSIONS = 6
@@ -239,7 +218,7 @@ def history() -> Iterator[tuple[str, dict[int | None, tuple[Replica, Weights]]]]
         kept: dict[int | None, tuple[Replica, Weights]] = {None: (Replica(), {})}
         for version in range(1, _VERSIONS + 1):
             publisher.publish(version, weights.items())
-            replica.advance(client, version, _any)
+            replica.advance(client, version, any_shapes)
             kept[version] = copy.deepcopy(replica), weights
             weights = _trained(weights, version)
         yield relay.url, kept
@@ -257,18 +236,8 @@ def test_no_damage_makes_a_wrong_version(
 ) -> None:
     """A bit that flips anywhere in what comes, or an answer that ends early, be it list, manifest or bucket."""
     url, kept = history
-    have, wanted = way
-    client, replica = _Damaged(url), copy.deepcopy(kept[have][0])
-    replica.advance(client, wanted, _any)
-    client.at, client.bit, client.cut, client.seen = int(place * client.seen), bit, cut, 0
-    replica = copy.deepcopy(kept[have][0])
-    with contextlib.suppress(RelayError):
-        replica.advance(client, wanted, _any)
-        assert replica.version == wanted
-    assert replica.version is None or _same(replica, kept[replica.version][1])
-    client.at = -1
-    replica.advance(client, wanted, _any)
-    assert replica.version == wanted and _same(replica, kept[wanted][1])
+    client = _Damaged(url)
+    check_damaged_read(client, client.damage, kept, *way, place, bit, cut)
     client.close()
 
 
@@ -307,14 +276,14 @@ def test_changes_that_cannot_be_had_are_passed_by_a_whole_version(how: str) -> N
         publisher = Publisher(RelayClient(relay.url), 2)
         client = _Without(relay.url, **{"damaged": set(), "gone": set(), how: {Release(2, 1)}})
         publisher.publish(1, weights.items())
-        replica.advance(client, 1, _any)
+        replica.advance(client, 1, any_shapes)
         publisher.publish(2, _trained(weights, 1).items())
         with pytest.raises(RelayError):
-            replica.advance(client, 2, _any)
+            replica.advance(client, 2, any_shapes)
         assert replica.version in (None, 1)
         weights = _trained(weights, 2)
         assert publisher.publish(3, weights.items()) == [Release(3, 2), Release(3)]
-        assert replica.advance(client, 3, _any) == [Release(3)] and _same(replica, weights)
+        assert replica.advance(client, 3, any_shapes) == [Release(3)] and same(replica, weights)
         client.close()
 
 
@@ -327,8 +296,8 @@ def test_versions_in_any_order(history: tuple[str, dict[int | None, tuple[Replic
     for order in itertools.permutations(range(2, _VERSIONS)):
         replica = Replica()
         for version in order:
-            replica.advance(client, version, _any)
-            assert replica.version == version and _same(replica, kept[version][1])
+            replica.advance(client, version, any_shapes)
+            assert replica.version == version and same(replica, kept[version][1])
     client.close()
 
 
@@ -341,16 +310,16 @@ def test_a_worker_two_versions_behind() -> None:
             publisher.publish(version, weights.items())
             if version <= 2:
                 for replica in replicas:
-                    replica.advance(client, version, _any)
+                    replica.advance(client, version, any_shapes)
             last, weights = weights, _trained(weights, version)
-        assert replicas[0].advance(client, 4, _any) == [Release(3, 2), Release(4, 3)]
+        assert replicas[0].advance(client, 4, any_shapes) == [Release(3, 2), Release(4, 3)]
         lost = _Without(relay.url, set(), {Release(3, 2)})
-        assert replicas[1].advance(lost, 4, _any) == [Release(4)]
+        assert replicas[1].advance(lost, 4, any_shapes) == [Release(4)]
         publisher.retire(1)  # 3 is gone, and its number with it
-        assert replicas[2].advance(client, 4, _any) == [Release(4)]
-        assert all(replica.version == 4 and _same(replica, last) for replica in replicas)
+        assert replicas[2].advance(client, 4, any_shapes) == [Release(4)]
+        assert all(replica.version == 4 and same(replica, last) for replica in replicas)
         with pytest.raises(GoneError, match="404"):
-            replicas[2].advance(client, 3, _any)
-        assert replicas[2].version == 4 and _same(replicas[2], last)
+            replicas[2].advance(client, 3, any_shapes)
+        assert replicas[2].version == 4 and same(replicas[2], last)
         for store in (client, lost):
             store.close()
