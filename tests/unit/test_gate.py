@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from vllm_coserve.control import handover
+from vllm_coserve.control import gate
 from vllm_coserve.control.block import RING_TURNS, WHO_ROLLOUT, ControlBlock
 from vllm_coserve.control.gate import START_BOUND_S, RolloutGate, ServingGate
 from vllm_coserve.control.handover import RolloutDevice, ServingDevice
@@ -96,21 +96,21 @@ def test_the_two_never_compute_at_the_same_time(block):
         steps[who] += 1
 
     serving, rollout = Serving(block, compute), Rollout(block, compute)
-    gate = serving.gate
+    lends = serving.gate
     for i in range(600):
         if i % 3 == 0:
-            gate.open(block.get(Word.SERVING_WANTS), 64)
+            lends.open(block.get(Word.SERVING_WANTS), 64)
             time.sleep(2e-4)
-            gate.raise_flag()
-            gate.close()
+            lends.raise_flag()
+            lends.close()
         elif i % 3 == 1:
-            gate.grant(32)
-            taken += gate.await_taken()
+            lends.grant(32)
+            taken += lends.await_taken()
         else:  # while its own step computes
-            serving.step(meanwhile=lambda: gate.grant(32))
-            taken += gate.await_taken()
+            serving.step(meanwhile=lambda: lends.grant(32))
+            taken += lends.await_taken()
         if i % 2:
-            gate.await_nearly_free(LEAD_S)
+            lends.await_nearly_free(LEAD_S)
         serving.step()
     rollout.end()
     serving.steps.put(False)
@@ -204,14 +204,14 @@ def test_a_rollout_that_died_before_it_had_the_device_costs_a_bound(block):
 
 
 def test_serving_stopped_in_its_step_does_not_hold_the_rollout_for_ever(block, monkeypatch):
-    monkeypatch.setattr(handover, "SERVING_STEP_BOUND_S", 0.05)
+    monkeypatch.setattr(gate, "SERVING_STOPPED_S", 0.05)
     serving, rollout = ServingGate(block), RolloutGate(block)
     serving.sending()
-    serving.grant(10)
-    assert rollout.enter(0.02, 0.1)
     start = time.monotonic()
+    serving.grant(10, start + 0.1)
+    assert rollout.enter(0.02, 0.1)
     RolloutDevice(block).acquire()
-    assert 0.05 <= time.monotonic() - start < 1.0
+    assert 0.2 <= time.monotonic() - start < 1.2
 
 
 def test_an_arrival_stops_free_steps_before_the_core_is_awake(block):

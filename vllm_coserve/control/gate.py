@@ -24,6 +24,7 @@ from vllm_coserve.control.handover import RolloutDevice
 from vllm_coserve.control.words import Bell, Word
 
 START_BOUND_S = 0.010  # a granted turn that is not taken up for so long is revoked
+SERVING_STOPPED_S = 1.0  # a serving step that is so much late was stopped on the device
 _NS = 1_000_000_000
 
 
@@ -78,12 +79,18 @@ class ServingGate:
         block = self._block
         return self.rollout_is_active() and block.get(Word.SERVING_GAVE_UP) == block.get(Word.ROLLOUT_ENTERED)
 
-    def grant(self, chunk_tokens: int) -> None:
-        """Give the rollout one step, after the last serving step that was sent."""
-        block = self._block
+    def grant(self, chunk_tokens: int, from_s: float = 0.0) -> None:
+        """Give the rollout one step, after the last serving step that was sent.
+
+        `from_s`: when that step should end (CLOCK_MONOTONIC). The rollout goes ahead when it takes twice as long and a
+        second: then its worker has been stopped.
+        """
+        block, now_ns = self._block, time.monotonic_ns()
         self._turn = max(self._turn, block.get(Word.ROLLOUT_TURN)) + 1
-        block.set(Word.GRANT_SINCE_NS, time.monotonic_ns())
+        block.set(Word.GRANT_SINCE_NS, now_ns)
         block.set(Word.GRANT_CHUNK_TOKENS, chunk_tokens)
+        left_ns = max(0, int(from_s * _NS) - now_ns)
+        block.set(Word.GRANT_AFTER_UNTIL_NS, now_ns + 2 * left_ns + int(SERVING_STOPPED_S * _NS))
         block.set(Word.GRANT_AFTER, block.get(Word.SERVING_SENT))
         block.set(Word.GRANT, self._turn)
         fence()
@@ -187,6 +194,7 @@ class RolloutGate:
             return Turn(True, block.get(Word.GRANT_CHUNK_TOKENS))
         if grant := self._granted():
             chunk = block.get(Word.GRANT_CHUNK_TOKENS)
+            block.set(Word.ROLLOUT_AFTER_UNTIL_NS, block.get(Word.GRANT_AFTER_UNTIL_NS))
             block.set(Word.ROLLOUT_AFTER, block.get(Word.GRANT_AFTER))
             block.set(Word.ROLLOUT_TURN, grant)
             block.ring(Bell.SERVING_CORE)

@@ -13,7 +13,6 @@ from vllm_coserve.control.futex import fence
 from vllm_coserve.control.words import Bell, Word
 from vllm_coserve.policy.admission import turn_wait_bound_s
 
-SERVING_STEP_BOUND_S = 1.0  # a rollout step waits no longer for serving's: by then serving's worker was stopped in it
 _SLEEP_S = 0.05
 _NS = 1_000_000_000
 
@@ -61,15 +60,15 @@ class RolloutDevice:
         self._block = block
 
     def acquire(self) -> None:
-        """Wait until the serving step that goes before has left, at most `SERVING_STEP_BOUND_S`."""
+        """Wait until the serving step that goes before has left, or is so late that it must have been stopped."""
         block = self._block
-        after, deadline = block.get(Word.ROLLOUT_AFTER), time.monotonic() + SERVING_STEP_BOUND_S
+        after, until_ns = block.get(Word.ROLLOUT_AFTER), block.get(Word.ROLLOUT_AFTER_UNTIL_NS)
         while block.get(Word.SERVING_DONE) < after:
             seen = block.bell(Bell.DEVICE)
-            left = deadline - time.monotonic()
-            if block.get(Word.SERVING_DONE) >= after or left <= 0:
+            left_ns = until_ns - time.monotonic_ns()
+            if block.get(Word.SERVING_DONE) >= after or left_ns <= 0:
                 break
-            block.wait(Bell.DEVICE, seen, min(left, _SLEEP_S))
+            block.wait(Bell.DEVICE, seen, min(left_ns / _NS, _SLEEP_S))
         block.set(Word.ROLLOUT_STEP_SINCE_NS, time.monotonic_ns())
 
     def release(self) -> None:

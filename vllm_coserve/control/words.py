@@ -19,6 +19,7 @@ class Word(IntEnum):
     GRANT_CHUNK_TOKENS = auto()  # S: prefill tokens allowed in the granted turn (or in free steps while open)
     GRANT_SINCE_NS = auto()  # S: when the turn was granted
     GRANT_AFTER = auto()  # S: serving step that has the device before the granted turn
+    GRANT_AFTER_UNTIL_NS = auto()  # S: by when that step has left it at the latest
     SERVING_WANTS = auto()  # S: counts arrivals; the rollout starts no free step once it moved
     SERVING_ENGAGED = auto()  # S: value of SERVING_WANTS when serving last opened the gate
     SERVING_SENT = auto()  # S: number of the last serving step that went to the worker
@@ -30,6 +31,7 @@ class Word(IntEnum):
     ROLLOUT_ENTERED = auto()  # R: number of the last rollout step that asked for the device
     ROLLOUT_LEFT = auto()  # rollout worker, or R once it has answered: last rollout step that has left the device
     ROLLOUT_AFTER = auto()  # R: serving step that has the device before the step in flight
+    ROLLOUT_AFTER_UNTIL_NS = auto()  # R: how long it is waited for
     ROLLOUT_TURN = auto()  # R: number of the last granted turn it used
     ROLLOUT_STEP_SINCE_NS = auto()  # rollout worker: since when the step in flight has the device; R: 0 until then
     ROLLOUT_STEP_PREDICTED_NS = auto()  # R: predicted length of the step in flight

@@ -115,7 +115,7 @@ class ServingCompute:
         if not isinstance(decision, Grant) or self._gate.rollout_is_stuck():
             self._block.add(Word.DENIALS)
             return False
-        self._gate.grant(decision.chunk_tokens)
+        self._gate.grant(decision.chunk_tokens, from_s)
         self._granted, self._grant_heartbeat_ns = True, heartbeat_ns
         return True
 
