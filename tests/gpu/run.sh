@@ -24,7 +24,8 @@
 #   tests/gpu/run.sh --stages activation,reclaim ...
 #   tests/gpu/run.sh --stages kills ...                                   # four kills; three times
 #
-# Needs no package registry. Everything that is made goes to out/gpu. The exit code is 0 only when every stage passed.
+# Needs no package registry. What is made goes to out/gpu, logs of engines to out/bench. The exit code is 0 only when every
+# stage passed.
 set -uo pipefail
 
 root=$(cd "$(dirname "$0")/../.." && pwd)
