@@ -202,31 +202,33 @@ async def _keep_generating(url: str, stop: asyncio.Event) -> None:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _held(block: ControlBlock) -> int:
+def held(block: ControlBlock) -> int:
+    """Pages that the rollout engine has."""
     return int(np.count_nonzero(block.owners == Owner.ROLLOUT))
 
 
-async def _await_held(block: ControlBlock, count: int) -> None:
+async def await_held(block: ControlBlock, count: int) -> None:
+    """Wait until the rollout engine has so many pages; raises RuntimeError when it does not come to that."""
     deadline = time.monotonic() + 120
-    while _held(block) < count:
+    while held(block) < count:
         if time.monotonic() > deadline:
-            raise RuntimeError(f"the rollout holds {_held(block)} pages after two minutes, not {count}")
+            raise RuntimeError(f"the rollout holds {held(block)} pages after two minutes, not {count}")
         await asyncio.sleep(0.2)
     await asyncio.sleep(0.3)
 
 
-def _reclaim_once(block: ControlBlock, count: int) -> float | None:
+def reclaim_once(block: ControlBlock, count: int) -> float | None:
     """Ask for pages as the serving engine core does; ms until they are free, None when they do not all come.
 
     The serving core lends at the same time, so it may overwrite the request, or hand the pages out again.
     """
-    before = _held(block)
+    before = held(block)
     start = time.perf_counter()
     block.set(Word.ROLLOUT_CAP_PAGES, before - count)
     block.add(Word.RECLAIM_SEQ)
     block.ring(Bell.ROLLOUT_CORE)
     while time.perf_counter() < start + 2:
-        if _held(block) <= before - count:
+        if held(block) <= before - count:
             return 1e3 * (time.perf_counter() - start)
         time.sleep(0.00005)
     return None
@@ -238,8 +240,8 @@ async def _by_request(block: ControlBlock) -> dict[str, Any]:
     for count, times in _RECLAIMS.items():
         ms, missed, aborts = [], 0, block.get(Word.RECLAIM_ABORTS)
         while len(ms) < times and missed <= times:
-            await _await_held(block, count + 40)
-            took_ms = _reclaim_once(block, count)
+            await await_held(block, count + 40)
+            took_ms = reclaim_once(block, count)
             if took_ms is None:
                 missed += 1
             else:

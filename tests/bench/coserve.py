@@ -1,168 +1,164 @@
-"""The experiments of ROSE's co-serving executor (Tables 2, 4, 5 and Figure 9) on one device core, in one run.
+"""The experiments of ROSE's co-serving executor (Tables 2, 4, 5 and Figure 9) on one device, in one run or several.
 
-    python -m tests.bench.coserve --trace azure-llm-2023-conv.csv [--seconds 50] [--rows dual,static,...]
+    python -m tests.bench.coserve --trace azure-llm-2023-conv.csv [--seconds 50] [--rows dual,static,...] [--merge]
 
 SLO: `--slo-factor` x P99 of serving alone at density 1. Rollouts are agents of several turns (tests/bench/turns.py).
 harvest_efficiency = rollout tokens/s beside serving / (tokens/s alone x share of the device that serving alone leaves
 idle at that density). Tokens/s alone are measured in the same pair just before and just after serving's phase, since
 a machine's speed drifts over half an hour; rows whose rollout engine has less (no prefix cache, half of the memory)
 are held against the mean of the others' instead.
+
+Results are written after every row. One that fails is named, and the next is tried. `--merge` goes on with the results
+of an earlier run of the same commit and options: its references are used again, its other rows are kept.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import sys
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from statistics import mean
 from typing import Any
 
 from tests.bench import machine, results
+from tests.bench.coserve_report import markdown, say
+from tests.bench.machine import CPU, Bed
+from tests.bench.rows import ROWS, Row, add_harvest, by_pair, chosen
 from tests.bench.turns import TurnLoad
 from vllm_coserve.demo.load import serve_schedule
-from vllm_coserve.demo.models import SERVING_SPEC
 from vllm_coserve.demo.phases import percentile
-from vllm_coserve.demo.report import harvest_efficiency, serving_summary
+from vllm_coserve.demo.report import serving_summary
 from vllm_coserve.demo.run import warm_up
-from vllm_coserve.demo.servers import Pair
+from vllm_coserve.demo.servers import DemoError, Pair
 
-_LEAD_S = 6.0  # rollouts are in their stride before anything is measured
+REFERENCES = "references"
 _ALONE_S = 10.0  # the rollout alone, before and after serving's phase
-_DENSITIES = (1.0, 1.5, 2.0)
-
-
-@dataclass(frozen=True)
-class Row:
-    """One line of the tables: a configuration of the pair and a density of serving traffic."""
-
-    name: str
-    title: str
-    flags: tuple[str, ...] = ()
-    rollout_args: str = ""
-    slo: str = "both"  # which SLOs are given as flags: both, ttft, tpot or none
-    density: float = 1.0
-
-    @property
-    def whole(self) -> bool:
-        """Its rollout engine has all that the pair offers, so alone it is what harvest is held against."""
-        return not self.rollout_args and not any("memory" in f for f in self.flags)
-
-
-ROWS = (
-    Row("dual", "all of it: dual SLO, preemption, prefix cache, lease 10 s, density 1"),
-    Row("density15", "density 1.5", density=1.5),
-    Row("density2", "density 2", density=2.0),
-    Row("static", "static half-and-half partition", ("--coserve-memory=static",), "--no-enable-prefix-caching"),
-    Row("grow", "sharing without preemption", ("--coserve-memory=grow_only",), "--no-enable-prefix-caching"),
-    Row("preempt", "+ preemption (no prefix cache)", (), "--no-enable-prefix-caching"),
-    Row("idle", "idle windows only", slo="none"),
-    Row("ttft", "TTFT-only", ("--coserve-policy=ttft",)),
-    Row("tpot", "TPOT-only", ("--coserve-policy=tpot",)),
-    Row("lease1", "lease 1 s", ("--coserve-lease-s=1",)),
-    Row("lease50", "lease 50 s", ("--coserve-lease-s=50",)),
-    Row("nogate", "no gate", ("--coserve-policy=none",)),
-)
+_ABOUT_A_RUN = ("rows", "out", "merge")  # options that do not change what a row measures
 
 
 class Bench:
-    """One run: references first, then each row with the SLO that they give."""
+    """One run on a bed: references first, then each row with the SLO that they give or that the bed has.
 
-    def __init__(self, options: argparse.Namespace) -> None:
-        self._o = options
-        self._slo: dict[str, float] = {}
-        self._alone: dict[float, dict[str, Any]] = {}
-        self._rollout_alone: dict[str, Any] = {}
+    `result` has all that was found so far; `save` is called after each part of it.
+    """
 
-    def run(self) -> dict[str, Any]:
-        """All rows; those that differ in density only share a pair."""
-        o = self._o
-        rows = [r for r in ROWS if not o.rows or r.name in o.rows.split(",")]
-        self._references({r.density for r in rows} | {1.0})
-        measured: dict[str, dict[str, Any]] = {}
-        groups: dict[tuple[Any, ...], list[Row]] = {}
-        for row in rows:
-            groups.setdefault((row.flags, row.rollout_args, row.slo), []).append(row)
-        for group in groups.values():
-            with self._pair(group[0]) as pair:
-                for row in group:
-                    measured[row.name] = asdict(row) | self._measure(pair, row)
-                    _say(row.name, measured[row.name])
-        self._add_harvest(rows, measured)
-        return {
-            "slo": self._slo,
-            "serving_alone": {str(d): s for d, s in self._alone.items()},
-            "rollout_alone": self._rollout_alone,
-            "rows": measured,
-            "options": {k: str(v) if isinstance(v, Path) else v for k, v in vars(o).items()},
-        }
+    def __init__(
+        self,
+        options: argparse.Namespace,
+        bed: Bed,
+        rows: Sequence[Row],
+        result: dict[str, Any],
+        save: Callable[[], None],
+    ) -> None:
+        self._o, self._bed, self._rows, self._save = options, bed, rows, save
+        self._result = result
+        self.failed: dict[str, str] = {}
+
+    def run(self, wanted: str) -> None:
+        """The references that are missing, then the rows of these names; those that differ in density share a pair."""
+        rows = [] if wanted == REFERENCES else chosen(self._rows, wanted)
+        try:
+            self._references({r.density for r in rows or self._rows} | {1.0})
+        except Exception as exc:  # recovery: rows are measured all the same where the SLO is known
+            self._fail(REFERENCES, exc)
+            if not self._result["slo"]:
+                return
+        for group in by_pair(rows):
+            self._measure_group(group)
+
+    def _measure_group(self, group: list[Row]) -> None:
+        waiting = list(group)
+        while waiting:
+            row = waiting[0]
+            try:
+                with self._pair(row) as pair:
+                    while waiting:
+                        row = waiting.pop(0)
+                        self._measure(pair, row)
+            except DemoError as exc:  # the pair did not start, nor would it for the others
+                for row in waiting:
+                    self._fail(row.name, exc)
+                return
+            except Exception as exc:  # recovery: the others are tried, on a pair of their own
+                self._fail(row.name, exc)
+                waiting = [r for r in waiting if r is not row]
+
+    def _fail(self, name: str, exc: Exception) -> None:
+        self.failed[name] = f"{type(exc).__name__}: {exc}"
+        print(f"{name}: failed: {self.failed[name]}", flush=True)
 
     def _references(self, densities: set[float]) -> None:
-        served: dict[float, Any] = {}
-        with machine.start([], "references.log", self._o.pool_gib) as pair:
-            for density in sorted(densities):
-                served[density] = self._phase(pair, density, rollout=False)
-            alone = self._phase(pair, None, rollout=True)
-        self._rollout_alone = alone["rollout"]
-        first = [s for s in served[1.0]["served"] if s.ok]
-        factor = self._o.slo_factor * 1e3
-        self._slo = {
-            "ttft_ms": factor * percentile([s.ttft_s for s in first], 99),
-            "tpot_ms": factor * percentile([s.tpot_s for s in first], 99),
+        alone = self._result["serving_alone"]
+        missing = sorted(d for d in densities if str(d) not in alone)
+        if not missing and self._result["rollout_alone"]:
+            return
+        with machine.start([], "references.log", self._o.pool_gib, bed=self._bed) as pair:
+            for density in missing:
+                phase = self._phase(pair, density, False, self._o.seconds)
+                if not self._result["slo"]:
+                    self._result["slo"] = self._slo_of(phase)
+                alone[str(density)] = _serving(phase, self._result["slo"])
+                say(f"serving alone, density {density:g}", {"serving": alone[str(density)]})
+                self._save()
+            if not self._result["rollout_alone"]:
+                phase = self._phase(pair, None, True, self._o.seconds)
+                self._result["rollout_alone"] = phase["rollout"]
+                say("rollout alone", phase)
+                self._save()
+
+    def _slo_of(self, phase: dict[str, Any]) -> dict[str, float]:
+        ok, factor = [s for s in phase["served"] if s.ok], self._o.slo_factor * 1e3
+        return {
+            "ttft_ms": factor * percentile([s.ttft_s for s in ok], 99),
+            "tpot_ms": factor * percentile([s.tpot_s for s in ok], 99),
         }
-        for density, phase in served.items():
-            self._alone[density] = _serving(phase, self._slo)
-            _say(f"serving alone, density {density:g}", {"serving": self._alone[density]})
-        _say("rollout alone", alone)
 
     def _pair(self, row: Row) -> Any:
         flags = list(row.flags)
         if row.slo != "none":
-            flags += [f"--coserve-ttft-slo-ms={self._slo['ttft_ms']:.3f}"]
-            flags += [f"--coserve-tpot-slo-ms={self._slo['tpot_ms']:.3f}"]
+            flags += slo_flags(self._result["slo"])
         stall = "--coserve-stall-timeout-s=30"
-        return machine.start([*flags, stall], f"{row.name}.log", self._o.pool_gib, row.rollout_args)
+        return machine.start([*flags, stall], f"{row.name}.log", self._o.pool_gib, row.rollout_args, bed=self._bed)
 
-    def _measure(self, pair: Pair, row: Row) -> dict[str, Any]:
-        phase = self._phase(pair, row.density, rollout=True)
-        return {
-            "serving": _serving(phase, self._slo),
+    def _measure(self, pair: Pair, row: Row) -> None:
+        phase = self._phase(pair, row.density, True, row.seconds or self._o.seconds)
+        self._result["rows"][row.name] = asdict(row) | {
+            "serving": _serving(phase, self._result["slo"]),
             "rollout": phase["rollout"],
             "rollout_alone_tokens_per_s": phase["alone"],
             "pair": phase["pair"],
+            "client_cpu_share": phase["client_cpu_share"],
         }
+        measured = self._result["rows"]
+        self._result["rows"] = {r.name: measured[r.name] for r in self._rows if r.name in measured}
+        add_harvest(self._rows, self._result)
+        say(row.name, self._result["rows"][row.name])
+        self._save()
 
-    def _add_harvest(self, rows: list[Row], measured: dict[str, dict[str, Any]]) -> None:
-        own = {r.name: mean(measured[r.name]["rollout_alone_tokens_per_s"]) for r in rows}
-        whole = [own[r.name] for r in rows if r.whole] or [self._rollout_alone["tokens_per_s"]]
-        for row in rows:
-            alone = own[row.name] if row.whole else mean(whole)
-            rate = measured[row.name]["rollout"]["tokens_per_s"]
-            busy = self._alone[row.density]["busy_fraction"]
-            measured[row.name]["harvest_efficiency"] = harvest_efficiency(rate, alone, busy)
-            print(f"{row.name}: harvest {measured[row.name]['harvest_efficiency']:.2f}", flush=True)
+    def _phase(self, pair: Pair, density: float | None, rollout: bool, seconds: float) -> dict[str, Any]:
+        return asyncio.run(self._phase_async(pair, density, rollout, seconds))
 
-    def _phase(self, pair: Pair, density: float | None, rollout: bool) -> dict[str, Any]:
-        return asyncio.run(self._phase_async(pair, density, rollout))
-
-    async def _phase_async(self, pair: Pair, density: float | None, rollout: bool) -> dict[str, Any]:
-        o = self._o
-        await warm_up(pair.serving_url, pair.rollout_url)
-        load = TurnLoad(pair.rollout_url, "rollout", o.rollouts, SERVING_SPEC.vocab, o.seed + 1)
+    async def _phase_async(self, pair: Pair, density: float | None, rollout: bool, seconds: float) -> dict[str, Any]:
+        o, bed = self._o, self._bed
+        await warm_up(pair.serving_url, pair.rollout_url, bed.warm_up_tokens)
+        load = TurnLoad(pair.rollout_url, "rollout", o.rollouts, bed.vocab, o.seed + 1, bed.turns)
         task = asyncio.create_task(load.run()) if rollout else None
-        await asyncio.sleep(_LEAD_S if rollout else 0)
+        await asyncio.sleep(bed.lead_s if rollout else 0)
         alone = [await _rate(load)] if rollout and density is not None else []
         before, start, tokens, turns = pair.status(), time.monotonic(), load.totals.tokens, len(load.totals.turns_s)
+        cpu_s = time.process_time()
         served = []
         if density is not None:
-            schedule = machine.arrivals(o.trace, o.seconds, o.rate * density, o.seed)
+            schedule = machine.arrivals(o.trace, seconds, o.rate * density, o.seed, bed.scale)
             served = await serve_schedule(
-                pair.serving_url, "serving", schedule, SERVING_SPEC.vocab, o.seed, lambda results: None
+                pair.serving_url, "serving", schedule, bed.vocab, o.seed, lambda results: None
             )
-        await asyncio.sleep(max(0.0, start + o.seconds - time.monotonic()))
+        await asyncio.sleep(max(0.0, start + seconds - time.monotonic()))
         elapsed, after = time.monotonic() - start, pair.status()
+        cpu_s = time.process_time() - cpu_s
         tokens, own_turns = load.totals.tokens - tokens, load.totals.turns_s[turns:]
         if alone:
             alone.append(await _rate(load))
@@ -172,6 +168,7 @@ class Bench:
         return {
             "served": served,
             "alone": alone,
+            "client_cpu_share": cpu_s / elapsed,
             "busy_fraction": (after["gate"]["serving_busy_s"] - before["gate"]["serving_busy_s"]) / elapsed,
             "rollout": {
                 "tokens_per_s": tokens / elapsed,
@@ -203,7 +200,7 @@ def _difference(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]
     return {"reclaims": counts, "gate": gate, "prefix_hit_rate": hit_rate, "pages": after["pages"]}
 
 
-def _serving(phase: dict[str, Any], slo: dict[str, float]) -> dict[str, Any]:
+def _serving(phase: dict[str, Any], slo: Mapping[str, float]) -> dict[str, Any]:
     served = phase["served"]
     ok = [s for s in served if s.ok]
     more = {
@@ -214,71 +211,71 @@ def _serving(phase: dict[str, Any], slo: dict[str, float]) -> dict[str, Any]:
     return serving_summary(served, phase["busy_fraction"], slo) | more
 
 
-def _say(name: str, row: dict[str, Any]) -> None:
-    text = name
-    if s := row.get("serving"):
-        text += f": {s['requests']} served, {s['failed']} failed, TTFT P99 {s['ttft_ms_p99']:.0f}, "
-        text += f"TPOT P99 {s['tpot_ms_p99']:.1f} ms, attained {s['slo_attainment']:.1%}, busy {s['busy_fraction']:.2f}"
-    if r := row.get("rollout"):
-        text += f"; rollout {r['tokens_per_s']:.0f} tok/s, busy {r['busy_fraction']:.2f}, aborts {r['aborts']}, "
-        text += f"refused {r['refused']}"
-    if "pair" in row and "rollout_alone_tokens_per_s" in row:
-        text += f"; alone {row['rollout_alone_tokens_per_s']}, hits {row['pair']['prefix_hit_rate']:.0%}, "
-        text += f"reclaims {row['pair']['reclaims']}"
-    print(text, flush=True)
+def slo_flags(slo: Mapping[str, float]) -> list[str]:
+    """The promise to serving's users as flags of the pair."""
+    return [f"--coserve-ttft-slo-ms={slo['ttft_ms']:.3f}", f"--coserve-tpot-slo-ms={slo['tpot_ms']:.3f}"]
 
 
-def markdown(result: dict[str, Any]) -> str:
-    """The tables of a result."""
-    slo = result["slo"]
-    head = ["", "failed", "TTFT P50 / P95 / P99 ms", "TPOT P50 / P95 / P99 ms", "SLO attained"]
-    head += ["rollout tokens/s", "of alone", "s per 10k tokens", "harvest", "prefix hits", "ended early"]
-    rows = [_line(f"serving alone, density {d}", s, None) for d, s in result["serving_alone"].items()]
-    alone = result["rollout_alone"]
-    title = f"rollout alone (device busy {alone['busy_fraction']:.0%})"
-    rate = f"{alone['tokens_per_s']:.0f}"
-    rows.append([title, *["–"] * 4, rate, "–", f"{alone['s_per_10k_tokens']:.1f}", *["–"] * 3])
-    rows += [_line(r["title"], r["serving"], r) for r in result["rows"].values()]
-    text = f"SLO: TTFT {slo['ttft_ms']:.0f} ms, TPOT {slo['tpot_ms']:.1f} ms (P99).\n\n"
-    return text + results.table(head, rows)
+def arguments(bed: Bed, rows: Sequence[Row], doc: str | None = __doc__) -> argparse.ArgumentParser:
+    """The options, with the bed's load as defaults."""
 
+    def known(names: str) -> str:
+        try:
+            chosen(rows, "" if names == REFERENCES else names)
+        except ValueError as exc:
+            raise argparse.ArgumentTypeError(str(exc)) from None
+        return names
 
-def _line(title: str, s: dict[str, Any], row: dict[str, Any] | None) -> list[str]:
-    line = [title, f"{s['failed']} of {s['requests']}"]
-    line += [
-        " / ".join(f"{s[f'{k}_{q}']:.{n}f}" for q in ("p50", "p95", "p99")) for k, n in (("ttft_ms", 0), ("tpot_ms", 1))
-    ]
-    line.append(f"{s['slo_attainment']:.1%}")
-    if row is None:
-        return [*line, *["–"] * 6]
-    r = row["rollout"]
-    seconds = "–" if r["s_per_10k_tokens"] is None else f"{r['s_per_10k_tokens']:.1f}"
-    own = mean(row["rollout_alone_tokens_per_s"])
-    line += [f"{r['tokens_per_s']:.0f}", f"{own:.0f}", seconds, f"{row['harvest_efficiency']:.2f}"]
-    return [*line, f"{row['pair']['prefix_hit_rate']:.0%}", str(sum(r["aborts"].values()))]
-
-
-def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Options."""
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--trace", type=Path, help="arrivals in the Azure CSV format (default: the bursty generator)")
-    p.add_argument("--seconds", type=float, default=50.0, help="length of a phase (%(default)s)")
-    p.add_argument("--rate", type=float, default=4.0, help="serving requests per second at density 1 (%(default)s)")
-    p.add_argument("--rollouts", type=int, default=40, help="trajectories at a time (%(default)s)")
-    p.add_argument("--pool-gib", type=float, default=0.125, help="shared page pool (%(default)s)")
-    p.add_argument("--slo-factor", type=float, default=3.0, help="SLO over P99 of serving alone (%(default)s)")
-    p.add_argument("--rows", default="", help=f"only these: {','.join(r.name for r in ROWS)}")
+    p.add_argument("--seconds", type=float, default=bed.seconds, help="length of a phase (%(default)s)")
+    p.add_argument("--rate", type=float, default=bed.rate_per_s, help="serving requests/s at density 1 (%(default)s)")
+    p.add_argument("--rollouts", type=int, default=bed.rollouts, help="trajectories at a time (%(default)s)")
+    p.add_argument("--pool-gib", type=float, default=bed.pool_gib, help="shared page pool (%(default)s)")
+    if bed.slo_ms is None:
+        p.add_argument("--slo-factor", type=float, default=3.0, help="SLO over P99 of serving alone (%(default)s)")
+    p.add_argument(
+        "--rows", type=known, default="", help=f"only these: {','.join(r.name for r in rows)}; or `{REFERENCES}`"
+    )
     p.add_argument("--seed", type=int, default=0)
     p.add_argument("--out", type=Path, help="folder of the results (default: tests/bench/results)")
-    return p.parse_args(argv)
+    p.add_argument("--merge", action="store_true", help="go on with the results of an earlier run")
+    return p
 
 
-def main() -> None:
+def measure(
+    o: argparse.Namespace,
+    bed: Bed,
+    rows: Sequence[Row],
+    table: Callable[[dict[str, Any]], str],
+    environment: Callable[[], dict[str, Any]],
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Run the rows that were asked for and write the bed's result files; returns the result, and why what failed."""
+    facts = environment()
+    result: dict[str, Any] = {"slo": dict(bed.slo_ms or {}), "serving_alone": {}, "rollout_alone": {}, "rows": {}}
+    if o.merge:
+        found = results.earlier(bed.name, o.out, facts["commit"], results.plain(o, *_ABOUT_A_RUN))
+        result |= {k: found[k] for k in ("slo", "serving_alone", "rollout_alone", "rows") if k in found}
+        facts["command"] = "; ".join(filter(None, (found.get("command"), facts["command"])))
+    result["options"] = results.plain(o, "merge")
+
+    def save(say_it: bool = False) -> None:
+        results.write(bed.name, result, table(result), o.out, facts, say_it)
+
+    bench = Bench(o, bed, rows, result, save)
+    bench.run(o.rows)
+    if bench.failed:
+        result["failed"] = bench.failed
+    if result["slo"]:
+        save(True)
+    return result, bench.failed
+
+
+def main() -> int:
     """Run and write coserve.json and coserve.md."""
-    options = parse()
-    result = Bench(options).run()
-    results.write("coserve", result, markdown(result), options.out)
+    _, failed = measure(arguments(CPU, ROWS).parse_args(), CPU, ROWS, markdown, results.environment)
+    return int(bool(failed))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

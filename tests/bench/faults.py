@@ -16,24 +16,24 @@ import os
 import random
 import signal
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from tests.bench import machine, results
+from tests.bench.machine import CPU, Bed
 from tests.bench.turns import TurnLoad
 from vllm_coserve.control.block import ControlBlock
 from vllm_coserve.control.words import Word
 from vllm_coserve.demo.load import Served, serve_schedule
-from vllm_coserve.demo.models import SERVING_SPEC
 from vllm_coserve.demo.phases import percentile
 from vllm_coserve.demo.report import serving_summary
 from vllm_coserve.demo.run import warm_up
 from vllm_coserve.demo.servers import Pair, cmdline, descendants
 from vllm_coserve.memory.ledger import Owner
 
-_BACK_BOUND_S = 120.0
 _CLEAR_BOUND_S = 10.0
 
 
@@ -45,8 +45,10 @@ def summary(values: list[float]) -> dict[str, float]:
 class Killer:
     """Part 1, on a running pair under load."""
 
-    def __init__(self, pair: Pair, block: ControlBlock, load: TurnLoad, seed: int) -> None:
-        self._pair, self._block, self._load = pair, block, load
+    def __init__(
+        self, pair: Pair, block: ControlBlock, load: TurnLoad, seed: int, back_bound_s: float = CPU.back_bound_s
+    ) -> None:
+        self._pair, self._block, self._load, self._back_bound_s = pair, block, load, back_bound_s
         self._rng = random.Random(seed)
 
     async def kill_once(self, part: str) -> dict[str, Any]:
@@ -73,17 +75,17 @@ class Killer:
 
     async def until_generating(self) -> None:
         """Wait, with a bound, until the rollout engine makes tokens."""
-        tokens, deadline = self._load.totals.tokens, time.monotonic() + _BACK_BOUND_S
+        tokens, deadline = self._load.totals.tokens, time.monotonic() + self._back_bound_s
         while self._load.totals.tokens < tokens + 50:
             if time.monotonic() > deadline:
-                raise RuntimeError(f"the rollout engine was not back within {_BACK_BOUND_S:.0f} s")
+                raise RuntimeError(f"the rollout engine was not back within {self._back_bound_s:.0f} s")
             await asyncio.sleep(0.02)
 
 
-async def _under_load(pair: Pair, o: argparse.Namespace, work: Any) -> tuple[list[Served], Any]:
+async def _under_load(pair: Pair, o: argparse.Namespace, work: Any, bed: Bed = CPU) -> tuple[list[Served], Any]:
     """Serving traffic and rollouts while `work(load)` runs, then until the traffic sent by then has ended."""
-    await warm_up(pair.serving_url, pair.rollout_url)
-    load = TurnLoad(pair.rollout_url, "rollout", o.rollouts, SERVING_SPEC.vocab, o.seed)
+    await warm_up(pair.serving_url, pair.rollout_url, bed.warm_up_tokens)
+    load = TurnLoad(pair.rollout_url, "rollout", o.rollouts, bed.vocab, o.seed, bed.turns)
     rollouts = asyncio.create_task(load.run())
     served: list[Served] = []
     done = asyncio.Event()
@@ -91,10 +93,8 @@ async def _under_load(pair: Pair, o: argparse.Namespace, work: Any) -> tuple[lis
     async def traffic() -> None:
         seed = o.seed
         while not done.is_set():
-            schedule = machine.arrivals(o.trace, 10.0, o.rate, seed)
-            served.extend(
-                await serve_schedule(pair.serving_url, "serving", schedule, SERVING_SPEC.vocab, seed, lambda r: None)
-            )
+            schedule = machine.arrivals(o.trace, 10.0, o.rate, seed, bed.scale)
+            served.extend(await serve_schedule(pair.serving_url, "serving", schedule, bed.vocab, seed, lambda r: None))
             seed += 1
 
     serving = asyncio.create_task(traffic())
@@ -108,19 +108,27 @@ async def _under_load(pair: Pair, o: argparse.Namespace, work: Any) -> tuple[lis
     return served, result
 
 
-def part_kills(o: argparse.Namespace, slo_flags: list[str], slo: dict[str, float]) -> dict[str, Any]:
-    """SIGKILL of the sidecar's processes."""
-    with machine.start(slo_flags, "faults-kill.log", o.pool_gib) as pair:
+def part_kills(
+    o: argparse.Namespace,
+    slo_flags: list[str],
+    slo: Mapping[str, float],
+    bed: Bed = CPU,
+    kind: type[Killer] = Killer,
+) -> dict[str, Any]:
+    """SIGKILL of the sidecar's processes, in turn."""
+    with machine.start(slo_flags, "faults-kill.log", o.pool_gib, bed=bed) as pair:
         block = machine.control_block(pair)
+        running = machine.processes(pair, rollout=True)  # on a GPU there is no worker: the engine core computes
+        parts = [p for p in machine.PARTS if p in running]
 
         async def work(load: TurnLoad) -> list[dict[str, Any]]:
-            killer, out = Killer(pair, block, load, o.seed), []
+            killer, out = kind(pair, block, load, o.seed, bed.back_bound_s), []
             for i in range(o.kills):
-                out.append(await killer.kill_once(machine.PARTS[i % len(machine.PARTS)]))
+                out.append(await killer.kill_once(parts[i % len(parts)]))
                 print(f"kill {i + 1}: {out[-1]}", flush=True)
             return out
 
-        served, kills = asyncio.run(_under_load(pair, o, work))
+        served, kills = asyncio.run(_under_load(pair, o, work, bed))
         status = pair.status()
         states = [int(np.count_nonzero(block.owners == s)) for s in Owner]
     return {

@@ -8,7 +8,8 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Sequence
+from argparse import Namespace
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,11 @@ def environment() -> dict[str, Any]:
     }
 
 
+def plain(options: Namespace, *without: str) -> dict[str, Any]:
+    """Options as JSON has them, files by their names: where they lie says nothing about a result."""
+    return {k: v.name if isinstance(v, Path) else v for k, v in vars(options).items() if k not in without}
+
+
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A Markdown table."""
     lines = [header, ["---"] * len(header), *rows]
@@ -44,12 +50,52 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def write(name: str, result: dict[str, Any], markdown: str, out: Path | None) -> None:
-    """Write NAME.json and NAME.md into `out` (default: tests/bench/results) and print the Markdown."""
+def write(
+    name: str,
+    result: dict[str, Any],
+    markdown: str,
+    out: Path | None,
+    facts: Mapping[str, Any] | None = None,
+    say: bool = True,
+) -> None:
+    """Write NAME.json and NAME.md into `out` (default: tests/bench/results), whole or not at all; print the Markdown.
+
+    `facts`: machine, versions, commit and command, where they are not those of `environment`.
+    """
     folder = out or RESULTS
     folder.mkdir(parents=True, exist_ok=True)
-    result = _finite(result | environment())
-    (folder / f"{name}.json").write_text(json.dumps(result, indent=2, allow_nan=False) + "\n")
+    result = _finite(result | dict(facts or environment()))
     foot = f"\nCommit {result['commit']}, `{result['command']}`, {result['machine']}, {result['versions']}.\n"
-    (folder / f"{name}.md").write_text(markdown + foot)
-    print(markdown + foot, flush=True)
+    _replace(folder / f"{name}.json", json.dumps(result, indent=2, allow_nan=False) + "\n")
+    _replace(folder / f"{name}.md", markdown + foot)
+    if say:
+        print(markdown + foot, flush=True)
+
+
+def _replace(path: Path, text: str) -> None:
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text(text)
+    partial.replace(path)
+
+
+def earlier(name: str, out: Path | None, commit: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """What an earlier run wrote as NAME.json, of the same commit and with the same of these options; {} where none did.
+
+    A result that does not fit is kept as NAME.before.json, since another is about to take its place.
+    """
+    path = (out or RESULTS) / f"{name}.json"
+    try:
+        found = json.loads(path.read_text())
+        theirs = {"commit": found["commit"], **found["options"]}
+    except FileNotFoundError:
+        return {}
+    except (ValueError, KeyError, TypeError) as exc:
+        theirs = {"commit": f"unknown: {exc}"}
+    ours = {"commit": commit, **options}
+    other = [f"{k} was {theirs.get(k)}, is {v}" for k, v in ours.items() if theirs.get(k) != v]
+    if not other:
+        return found
+    aside = path.with_name(f"{name}.before.json")
+    path.replace(aside)
+    print(f"{name}: begun anew, the earlier result is in {aside.name}: {'; '.join(other)}", flush=True)
+    return {}

@@ -1,8 +1,8 @@
 """Rollouts as an agent makes them: trajectories of several turns, each with the whole text so far as its prompt.
 
-Between two turns the environment takes its time and answers with some tokens. Eight trajectories share a first prompt,
-as GRPO samples them. What ends a turn early (pages taken back, sidecar killed) is kept, and the turn goes on from
-prompt and tokens so far, as a rollout scheduler does.
+Between two turns the environment takes its time and answers with some tokens. Groups of trajectories share a first
+prompt, as GRPO samples them. What ends a turn early (pages taken back, sidecar killed) is kept, and the turn goes on
+from prompt and tokens so far, as a rollout scheduler does.
 """
 
 from __future__ import annotations
@@ -16,9 +16,19 @@ from typing import Any
 
 import aiohttp
 
-_GROUP = 8
-_TURNS = 4
 _RETRY_S = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class TurnShape:
+    """Sizes of trajectories; pairs are (least, most), in tokens unless the name says otherwise."""
+
+    group: int = 8  # trajectories that share a first prompt
+    turns: int = 4
+    prompt: tuple[int, int] = (96, 256)
+    output: tuple[int, int] = (24, 96)  # of a turn
+    observation: tuple[int, int] = (8, 32)  # the environment's answer
+    wait_s: tuple[float, float] = (0.1, 1.5)  # what the environment takes for it
 
 
 @dataclass(slots=True)
@@ -36,7 +46,10 @@ class TurnTotals:
 class TurnLoad:
     """A closed loop of `concurrent` trajectories on a rollout engine, until `stop` is set."""
 
-    def __init__(self, url: str, model: str, concurrent: int, vocab: int, seed: int) -> None:
+    def __init__(
+        self, url: str, model: str, concurrent: int, vocab: int, seed: int, shape: TurnShape | None = None
+    ) -> None:
+        self._shape = shape or TurnShape()
         self.totals = TurnTotals()
         self.stop = asyncio.Event()
         self._url, self._model, self._concurrent, self._vocab = url, model, concurrent, vocab
@@ -54,18 +67,21 @@ class TurnLoad:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _trajectories(self, session: aiohttp.ClientSession) -> None:
-        rng = self._rng
+        rng, shape = self._rng, self._shape
         while True:
             if not self._group:
-                prompt = [rng.randrange(3, self._vocab) for _ in range(rng.randrange(96, 257))]
-                self._group = [prompt] * _GROUP
+                self._group = [self._made_up(shape.prompt)] * shape.group
             text = list(self._group.pop())
-            for turn in range(_TURNS):
-                text += await self._turn(session, text, rng.randrange(24, 97))
-                if turn < _TURNS - 1:
-                    await asyncio.sleep(rng.uniform(0.1, 1.5))
-                    text += [rng.randrange(3, self._vocab) for _ in range(rng.randrange(8, 33))]
+            for turn in range(shape.turns):
+                text += await self._turn(session, text, rng.randint(*shape.output))
+                if turn < shape.turns - 1:
+                    await asyncio.sleep(rng.uniform(*shape.wait_s))
+                    text += self._made_up(shape.observation)
             self.totals.trajectories += 1
+
+    def _made_up(self, tokens: tuple[int, int]) -> list[int]:
+        length = self._rng.randint(*tokens)
+        return [self._rng.randrange(3, self._vocab) for _ in range(length)]
 
     async def _turn(self, session: aiohttp.ClientSession, prompt: list[int], output_tokens: int) -> list[int]:
         out: list[int] = []

@@ -1,6 +1,6 @@
 """Runs the driver's tests on the device, as a stage of run.sh.
 
-    python -m tests.gpu.driver [--out DIR]
+    python -m tests.gpu.driver [--out DIR] [--only EXPRESSION]
 
 A test that is skipped counts as failed: this stage is for a machine that has a device.
 """
@@ -36,14 +36,18 @@ class _Outcomes:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path)
-    out = parser.parse_args().out
+    parser.add_argument("--only", default="", help="these tests, as pytest's -k names them, and nothing is written")
+    options = parser.parse_args()
     if reason := why_not():
         print(f"driver: not run: {reason}")
         return 1
     outcomes = _Outcomes()
-    code = pytest.main(["-q", "-p", "no:cacheprovider", "-rs", str(_HERE)], plugins=[outcomes])
+    # Chosen tests run under a tool that slows them down: pytest's bound of each is not for that.
+    chosen = ["-k", options.only, "-o", "timeout=0"] if options.only else []
+    code = pytest.main(["-q", "-p", "no:cacheprovider", "-rs", *chosen, str(_HERE)], plugins=[outcomes])
     rows = [(name, test["outcome"], test["seconds"]) for name, test in outcomes.tests.items()]
-    report("gpu_driver", ("test", "outcome", "s"), rows, {"tests": outcomes.tests}, out)
+    if not chosen:
+        report("gpu_driver", ("test", "outcome", "s"), rows, {"tests": outcomes.tests}, options.out)
     return int(code != 0 or not rows or any(outcome != "passed" for _, outcome, _ in rows))
 
 

@@ -5,6 +5,7 @@
 One step builds on another: vLLM imports, a compiled kernel computes, an engine alone generates, then the pair serves,
 generates, gives pages back under a burst, and survives the death of its rollout engine. vLLM and the plugin must be on
 PYTHONPATH, as `run.sh` puts them. What fails is written down with the end of its log, and the next step is tried.
+Results are written after each step, beside those of earlier calls of the same commit.
 """
 
 from __future__ import annotations
@@ -23,50 +24,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.gpu.machine import report, why_not
+from tests.bench.results import earlier
+from tests.gpu.machine import commit, report, why_not
+from tests.gpu.models import write_model
 
-_COMMON = {
-    "bos_token_id": 151643,
-    "eos_token_id": 151645,
-    "hidden_act": "silu",
-    "initializer_range": 0.02,
-    "max_position_embeddings": 32768,
-    "rms_norm_eps": 1e-06,
-    "rope_theta": 1000000.0,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-    "use_cache": True,
-    "use_sliding_window": False,
-}
-# The sizes that Qwen2.5-7B and Qwen3-8B publish in their config.json.
-MODELS = {
-    "qwen2.5-7b": _COMMON
-    | {
-        "architectures": ["Qwen2ForCausalLM"],
-        "model_type": "qwen2",
-        "hidden_size": 3584,
-        "intermediate_size": 18944,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 28,
-        "num_key_value_heads": 4,
-        "vocab_size": 152064,
-    },
-    "qwen3-8b": _COMMON
-    | {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
-        "hidden_size": 4096,
-        "intermediate_size": 12288,
-        "num_hidden_layers": 36,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "attention_bias": False,
-        "vocab_size": 151936,
-    },
-}
 _ENGINE = "--load-format dummy --skip-tokenizer-init --enforce-eager --max-model-len 4096 --enable-scale-out"
-_START_BOUND_S, _REQUEST_BOUND_S = 900.0, 180.0
+_START_BOUND_S, _REQUEST_BOUND_S = 420.0, 180.0
 _STEPS = ("imports", "kernel", "alone", "pair")
 
 _IMPORTS = """
@@ -96,14 +59,6 @@ if __name__ == "__main__":
     out = llm.generate([{"prompt_token_ids": [5, 6, 7, 8]}] * 3, sampling)
     assert [len(o.outputs[0].token_ids) for o in out] == [8] * 3, out
 """
-
-
-def write_model(name: str, root: Path) -> Path:
-    """A folder with the config.json of a model; there are no weights and no tokenizer in it."""
-    folder = root / name
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(MODELS[name], indent=2) + "\n")
-    return folder
 
 
 def _python(code: str, *args: str, bound_s: float = _START_BOUND_S) -> dict[str, Any]:
@@ -179,20 +134,24 @@ def main() -> int:
         "pair": lambda: _pair(args.work, args.pool_gib),
     }
     args.work.mkdir(parents=True, exist_ok=True)
-    found: dict[str, Any] = {}
-    for step in args.steps.split(","):
+    options = {"pool_gib": args.pool_gib}
+    found: dict[str, Any] = earlier("gpu_engines", args.out, commit(), options).get("steps", {})
+    steps = args.steps.split(",")
+    for step in steps:
         start = time.monotonic()
         try:
             found[step] = {"ok": True, **calls[step]()}
         except Exception as exc:  # recovery: the next step is tried, and the report says what became of this one
             found[step] = {"ok": False, "error": f"{type(exc).__name__}: {exc}", "trace": traceback.format_exc()}
         found[step]["seconds"] = time.monotonic() - start
-    rows = [(s, "passed" if f["ok"] else "failed", f["seconds"], _line(f.get("error", ""))) for s, f in found.items()]
-    report("gpu_engines", ("step", "outcome", "s", "error"), rows, {"steps": found}, args.out)
-    for step, facts in found.items():
-        if not facts["ok"]:
-            print(f"{step}: {facts['error']}")
-    return int(not all(facts["ok"] for facts in found.values()))
+        rows = [
+            (s, "passed" if f["ok"] else "failed", f["seconds"], _line(f.get("error", ""))) for s, f in found.items()
+        ]
+        report("gpu_engines", ("step", "outcome", "s", "error"), rows, {"options": options, "steps": found}, args.out)
+    for step in steps:
+        if not found[step]["ok"]:
+            print(f"{step}: {found[step]['error']}")
+    return int(not all(found[step]["ok"] for step in steps))
 
 
 def _line(error: str) -> str:

@@ -43,15 +43,26 @@ def why_not() -> str:
 
 def environment() -> dict[str, Any]:
     """Machine, versions, commit and command of this run."""
-    root = Path(__file__).parents[2]
-    describe = ["git", "-C", str(root), "describe", "--always", "--dirty"]
     query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
     return {
         "machine": f"{platform.platform()}, {os.cpu_count()} cores, {_output(query) or 'unknown GPU'}",
         "versions": {"python": platform.python_version(), **{p: v for p in _PACKAGES if (v := _version(p))}},
-        "commit": _output(describe) or "unknown",
+        "commit": commit(),
         "command": " ".join(["python -m", _module(), *sys.argv[1:]]),
     }
+
+
+def commit() -> str:
+    """The commit of this checkout, or what $COSERVE_COMMIT says where it came without its history.
+
+    Results do not make it dirty: those of an earlier call may lie there.
+    """
+    if said := os.environ.get("COSERVE_COMMIT"):
+        return said
+    git = ["git", "-C", str(Path(__file__).parents[2])]
+    head = _output([*git, "rev-parse", "--short", "HEAD"])
+    changed = head and _output([*git, "status", "--porcelain", "-uno", "--", ".", ":!tests/bench/results"])
+    return f"{head}-dirty" if changed else head or "unknown"
 
 
 def _module() -> str:

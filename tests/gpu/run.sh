@@ -1,34 +1,55 @@
 #!/usr/bin/env bash
 # All checks that need a CUDA device, in stages; a stage that fails does not keep the next from running.
 #
-#   tests/gpu/run.sh [--out DIR] [--stages driver,kernels,pages,engines,bench] [--bundle DIR] [--kvcached SDIST]
-#                    [--python PYTHON]
+#   tests/gpu/run.sh [--out DIR] [--stages driver,kernels,...] [--bundle DIR] [--trace FILE] [--kvcached SDIST]
+#                    [--python PYTHON] [--commit ID] [--bound SECONDS] [-- ARGUMENTS]
 #
 #   --out       where tables and JSON go (default: tests/bench/results)
+#   --stages    some of driver,kernels,memcheck,pages,engines,bench,activation,reclaim,kills
 #   --bundle    folder with vLLM for this machine: vllm_site/, or vllm_core.tar.xz and vllm_serve.tar.xz
-#               (default: $VLLM_BUNDLE); the stage `engines` needs it, unless vLLM is installed
+#               (default: $VLLM_BUNDLE); the stages from `engines` on need it, unless vLLM is installed
+#   --trace     arrivals in the Azure CSV format, for bench and kills (default: a generator's)
 #   --kvcached  source archive of the public library kvcached, which is built and measured beside ours (optional)
 #   --python    a Python with torch and triton (default: python3)
+#   --commit    what results say they are of, where the checkout came without its history
+#   --bound     a stage is ended after so many seconds; what it has written by then stays
+#   --          the rest goes to the one stage that is run, such as `--stages bench -- --rows references`
 #
-# Needs no package registry. Everything that is made goes to out/gpu. The exit code is 0 only when every stage passed.
+# bench, engines and kills write after every row and go on with the results of earlier calls of the same commit and
+# options, so a machine that is there for ten minutes at a time does them in pieces:
+#
+#   tests/gpu/run.sh --stages driver,kernels,memcheck,pages ...
+#   tests/gpu/run.sh --stages engines ...
+#   tests/gpu/run.sh --stages bench ... -- --rows references              # then dual,density15,density2, then the others
+#   tests/gpu/run.sh --stages activation,reclaim ...
+#   tests/gpu/run.sh --stages kills ...                                   # four kills; three times
+#
+# Needs no package registry. What is made goes to out/gpu, logs of engines to out/bench. The exit code is 0 only when every
+# stage passed.
 set -uo pipefail
 
 root=$(cd "$(dirname "$0")/../.." && pwd)
-out="" stages=driver,kernels,pages,engines,bench bundle=${VLLM_BUNDLE:-} kvcached="" python=python3
+all=driver,kernels,memcheck,pages,engines,bench,activation,reclaim,kills
+out="" stages=$all bundle=${VLLM_BUNDLE:-} trace="" kvcached="" python=python3 bound=""
+extra=()
 
 usage() { sed -n '2,/^set/{/^#/s/^# \{0,1\}//p}' "$0"; }
 
 while [ $# -gt 0 ]; do
     case $1 in
         -h | --help) usage; exit 0 ;;
-        --out | --stages | --bundle | --kvcached | --python)
+        --) shift; extra=("$@"); break ;;
+        --out | --stages | --bundle | --trace | --kvcached | --python | --commit | --bound)
             [ $# -ge 2 ] || { echo "run.sh: $1 needs a value" >&2; exit 2; }
             case $1 in
                 --out) mkdir -p "$2" && out=$(cd "$2" && pwd) || exit 2 ;;
                 --stages) stages=$2 ;;
                 --bundle) bundle=$(cd "$2" && pwd) || exit 2 ;;
+                --trace) trace=$(realpath "$2") ;;
                 --kvcached) kvcached=$(realpath "$2") ;;
                 --python) python=$2 ;;
+                --commit) export COSERVE_COMMIT=$2 ;;
+                --bound) bound=$2 ;;
             esac
             shift 2 ;;
         *) echo "run.sh: unknown argument $1" >&2; usage >&2; exit 2 ;;
@@ -49,10 +70,14 @@ note() {  # stage, outcome: for the summary
     [ "$2" = passed ] || failed=1
 }
 
+if [ ${#extra[@]} -gt 0 ] && [[ $stages = *,* ]]; then
+    echo "run.sh: arguments after -- are for one stage, and there are several: $stages" >&2
+    exit 2
+fi
 reason=$(PYTHONPATH=$root "$python" -m tests.gpu.machine 2>&1) && reason=""
 for stage in ${stages//,/ }; do
-    case $stage in
-        driver | kernels | pages | engines | bench) ;;
+    case ,$all, in
+        *,$stage,*) ;;
         *) echo "run.sh: there is no stage $stage" >&2; exit 2 ;;
     esac
     [ -z "$reason" ] || echo "$stage: not run: ${reason##*$'\n'}"
@@ -83,11 +108,13 @@ vllm_site=${bundle:+$bundle/vllm_site}
 plain=$site:$root
 with_vllm=$site${vllm_site:+:$vllm_site}:$root
 
-run() {  # stage, bound in seconds, PYTHONPATH, module, arguments
-    local stage=$1 bound=$2 path=$3
+run() {  # stage, bound in seconds, PYTHONPATH, module's arguments
+    local stage=$1 seconds=${bound:-$2} path=$3
     shift 3
     echo "== $stage"
-    if PYTHONPATH=$path timeout -k 20 "$bound" "$python" -m "$@" ${out:+--out "$out"}; then
+    # SIGTERM ends a stage's engines with it, which may take half a minute.
+    if PYTHONPATH=$path timeout -k 60 "$seconds" "$python" -m "tests.gpu.$stage" ${out:+--out "$out"} "$@" \
+        ${extra[@]+"${extra[@]}"}; then
         note "$stage" passed
     else
         note "$stage" "failed ($?)"
@@ -104,23 +131,29 @@ build_kvcached() {  # prints the folder it was installed into; nothing when ther
     fi
 }
 
+run_with_vllm() {  # stage, bound in seconds, module's arguments
+    if PYTHONPATH=$with_vllm "$python" -c 'import importlib.util as u; raise SystemExit(u.find_spec("vllm") is None)'; then
+        run "$1" "$2" "$with_vllm" "${@:3}"
+    else
+        echo "$1: not run: vLLM is not installed, and no folder with it was given (--bundle)"
+        note "$1" "not run"
+    fi
+}
+
 for stage in ${stages//,/ }; do
     case $stage in
-        driver) run driver 600 "$with_vllm" tests.gpu.driver ;;
-        kernels) run kernels 600 "$plain" tests.gpu.kernels ;;
+        driver) run driver 600 "$with_vllm" ;;
+        kernels) run kernels 600 "$plain" ;;
+        memcheck) run memcheck 1200 "$with_vllm" ;;
         pages)
             folder=$(build_kvcached)
-            run pages 600 "$plain" tests.gpu.pages ${folder:+--kvcached "$folder"}
+            run pages 600 "$plain" ${folder:+--kvcached "$folder"}
             [ -z "$kvcached" ] || [ -n "$folder" ] || note pages "failed (kvcached was not built)" ;;
-        engines)
-            if PYTHONPATH=$with_vllm "$python" -c 'import importlib.util as u; raise SystemExit(u.find_spec("vllm") is None)'
-            then
-                run engines 2400 "$with_vllm" tests.gpu.engines --work "$work"
-            else
-                echo "engines: not run: vLLM is not installed, and no folder with it was given (--bundle)"
-                note engines "not run"
-            fi ;;
-        bench) run bench 3600 "$with_vllm" tests.gpu.bench ;;
+        engines) run_with_vllm engines 2400 --work "$work" ;;
+        bench) run_with_vllm bench 7200 ${trace:+--trace "$trace"} ;;
+        activation) run_with_vllm activation 1200 ;;
+        reclaim) run_with_vllm reclaim 1200 ;;
+        kills) run_with_vllm kills 2400 ${trace:+--trace "$trace"} ;;
     esac
 done
 

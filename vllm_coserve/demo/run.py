@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -182,7 +183,7 @@ class Demo:
             print(text, flush=True)
 
 
-async def warm_up(serving_url: str, rollout_url: str) -> None:
+async def warm_up(serving_url: str, rollout_url: str, prompt_tokens: Sequence[int] = _WARMUP) -> None:
     """A few requests of several lengths on both engines."""
     import aiohttp
 
@@ -190,7 +191,7 @@ async def warm_up(serving_url: str, rollout_url: str) -> None:
 
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=60)) as session:
         for url, model in ((serving_url, "serving"), (rollout_url, "rollout")):
-            jobs = [stream_one(session, url, model, range(3, 3 + n), 8, Served(0.0)) for n in _WARMUP]
+            jobs = [stream_one(session, url, model, range(3, 3 + n), 8, Served(0.0)) for n in prompt_tokens]
             await asyncio.gather(*jobs)
 
 
