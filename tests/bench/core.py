@@ -1,8 +1,9 @@
 """What sharing costs, part by part, as ratios within one run.
 
-    python -m tests.bench.core [--parts pages,gate,reclaim,overhead] [--rounds 3]
+    python -m tests.bench.core [--parts pages,pool,gate,reclaim,overhead] [--rounds 3]
 
 - pages: map, unmap and zero of 2 MiB pages against memset and memcpy of as much memory
+- pool: bookkeeping of pages and blocks at pools of 256 to 40,000 pages
 - gate: one-way hand-over between two processes, with an idle and a busy host core
 - reclaim: 1, 16 and 256 pages taken back at once from an engine that generates
 - overhead: TPOT with the plugin and an idle rollout against plain vLLM, batch 1, 8 and 32
@@ -25,7 +26,7 @@ from typing import Any
 import aiohttp
 import numpy as np
 
-from tests.bench import machine, overhead, results
+from tests.bench import machine, overhead, pool, results
 from vllm_coserve.control.block import WHO_ROLLOUT, ControlBlock
 from vllm_coserve.control.gate import RolloutGate, ServingGate
 from vllm_coserve.control.handover import RolloutDevice, ServingDevice
@@ -291,6 +292,12 @@ def _pages_table(part: dict[str, Any]) -> str:
     return text + "\nRatio to memset / memcpy of as much:\n\n" + results.table(["pages in a run", *own], rows)
 
 
+def _pool_table(part: dict[str, Any]) -> str:
+    rows = [[what, *(f"{us:.1f}" for us in by_pages.values())] for what, by_pages in part.items()]
+    head = ["", *(f"{n:,} pages" for n in pool.SIZES)]
+    return "Bookkeeping of an engine core, P50 in us, by size of the pool:\n\n" + results.table(head, rows)
+
+
 def _gate_table(part: dict[str, Any]) -> str:
     rows = [
         [
@@ -323,7 +330,13 @@ def _overhead_table(part: dict[str, Any]) -> str:
     return "TPOT P50 in ms:\n\n" + results.table(head, rows)
 
 
-_TABLES = {"pages": _pages_table, "gate": _gate_table, "reclaim": _reclaim_table, "overhead": _overhead_table}
+_TABLES = {
+    "pages": _pages_table,
+    "pool": _pool_table,
+    "gate": _gate_table,
+    "reclaim": _reclaim_table,
+    "overhead": _overhead_table,
+}
 
 
 def markdown(result: dict[str, Any]) -> str:
@@ -334,12 +347,13 @@ def markdown(result: dict[str, Any]) -> str:
 def main() -> None:
     """Run and write core.json and core.md."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--parts", default="pages,gate,reclaim,overhead", help="some of %(default)s; `map` is `pages`")
+    p.add_argument("--parts", default="pages,pool,gate,reclaim,overhead", help="some of %(default)s; `map` is `pages`")
     p.add_argument("--rounds", type=int, default=3)
     p.add_argument("--out", type=Path, help="folder or .json file of the results (default: tests/bench/results)")
     o = p.parse_args()
     parts: dict[str, Callable[[], Any]] = {
         "pages": lambda: pages(o.rounds),
+        "pool": lambda: pool.measure(o.rounds),
         "gate": lambda: gate(o.rounds),
         "reclaim": reclaim,
         "overhead": lambda: overhead.measure(o.rounds),

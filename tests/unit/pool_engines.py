@@ -120,12 +120,12 @@ class Engine(CoreRuntime):
     def __init__(self, world, block, driver):
         super().__init__(SimpleNamespace(config=None), block)
         self.world, self.driver = world, driver
-        self.slots = SlotTable(world.geometry)
+        self.slots = SlotTable(world.geometry, clock=lambda: world.now_s)
         self.requests: list[list[int]] = []
         self.references: Counter[int] = Counter()  # of blocks in use; prefixes are shared
         self.cached: dict[int, None] = {}  # in the order of eviction
         self.spare: list[int] = []
-        self.idle_since: dict[int, float] = {}
+        self.idle_since: dict[int, float] = {}  # what the slot table must know as well
         self.worker = WorkerRuntime(SimpleNamespace(side=self.name), block)
         self.worker._mapper = TableMapper(driver, getattr(world.block, f"{self.name}_table"))
 
@@ -211,13 +211,6 @@ class Engine(CoreRuntime):
             self.set_slots(slots, [-1] * len(slots))
         return pages
 
-    def slots_to_give(self, count):
-        out = self.slots.empty_slots()[-count:] if count > 0 else []
-        seen = dict.fromkeys(out)
-        for block in self.cached if len(out) < count else ():
-            seen.update(dict.fromkeys(s for s in self.slots.geometry.slots_of(block) if not self.slots.used[s]))
-        return list(seen)[: max(0, count)]
-
     # ---- what must hold
 
     def check(self, owned, table):
@@ -238,6 +231,10 @@ class Engine(CoreRuntime):
         }
         for slot in range(PAGES):
             assert (slots.used[slot], slots.cached[slot]) == (on_slot[0][slot], on_slot[1][slot])
+        idle = {s: t for s, t in self.idle_since.items() if not on_slot[0][s]}
+        assert set(slots.slots_to_give(PAGES)) == set(slots.idle_slots(-1.0)) == set(idle)
+        now_s = self.world.now_s
+        assert set(slots.idle_slots(LEASE_S)) == {s for s, t in idle.items() if t < now_s - LEASE_S}
         assert slots.num_mapped == len(mapped)
         assert slots.num_used_blocks == len(used)
         assert slots.num_used_slots == len(on_slot[0])
@@ -283,7 +280,7 @@ class Serving(Engine):
             self.world.seen["serving gives cache back"] += 1
             spare, self.spare = self.spare, []
             self.world.ledger.put(spare)
-            self._release_later(self.drop(self.slots_to_give(wanted - len(spare))))
+            self._release_later(self.drop(self.slots.slots_to_give(wanted - len(spare))))
 
     def publish_usage(self):
         self.block.set(Word.SERVING_USED_PAGES, self.slots.num_used_slots)
@@ -318,7 +315,9 @@ class Rollout(Engine):
         if seq != self.granted_seq:
             self.granted_seq = seq
             leaving = {p for _, pages in self._pending for p in pages}
-            fresh = [p for p in self.ledger.granted() if p not in self.held and p not in leaving]
+            unknown = [p for p in self.ledger.granted() if p not in self.held and p not in leaving]
+            fresh = self.ledger.newly_granted()
+            assert fresh == unknown
             self.held.update(fresh)
             self.add_pages(fresh)
 
@@ -332,7 +331,7 @@ class Rollout(Engine):
             self._meet_reclaim(worker_answers)
         self.finish_releases()
         self.look_for_pages()
-        self._drop([s for s, t in self.idle_since.items() if t + LEASE_S < self.world.now_s and not self.slots.used[s]])
+        self._drop(self.slots.idle_slots(LEASE_S))
 
     def _meet_reclaim(self, worker_answers):
         seq, cap = self.block.get(Word.RECLAIM_SEQ), self.block.get(Word.ROLLOUT_CAP_PAGES)
@@ -342,12 +341,12 @@ class Rollout(Engine):
         if need > 0:
             need -= self._give_spare()
         if need > 0:
-            need -= self._drop(self.slots_to_give(need))
+            need -= self._drop(self.slots.slots_to_give(need))
         while need > 0 and self.requests:
             for victim in self._victims(need):
                 self.end_request(victim, keep=len(self.requests[victim]) - 1)
                 self.world.seen["request ended for its pages"] += 1
-            need -= self._drop(self.slots_to_give(need))
+            need -= self._drop(self.slots.slots_to_give(need))
         assert len(self.held) <= max(0, cap)
         if worker_answers:
             self.sync()
@@ -370,7 +369,7 @@ class Rollout(Engine):
         self.granted_seq = -1
         self.look_for_pages()
         self._give_spare()
-        self._drop(self.slots_to_give(self.slots.num_mapped))
+        self._drop(self.slots.slots_to_give(self.slots.num_mapped))
         if worker_answers:
             self.sync()
         if not self.finish_releases() and not self.held:

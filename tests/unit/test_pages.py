@@ -80,15 +80,17 @@ def test_only_the_owner_gives_a_page_back():
         ledger.put(lent)
     with pytest.raises(ValueError):
         theirs.put(mine)
-    assert theirs.granted() == lent
+    with pytest.raises(ValueError):
+        theirs.put([*lent, *mine])
+    assert theirs.granted() == theirs.newly_granted() == lent, "nothing was put"
     assert ledger.put_all_of_rollout() == 1
     assert ledger.count(Owner.SERVING) == 1 and ledger.free_pages == 3
 
 
 @settings(max_examples=100, deadline=None)
-@given(st.lists(st.tuples(st.sampled_from("srgzx"), st.integers(0, 6)), max_size=50))
+@given(st.lists(st.tuples(st.sampled_from("srlgzx"), st.integers(0, 6)), max_size=50))
 def test_every_page_has_one_owner_and_clean_pages_are_clean(moves):
-    """s: serving takes, r: the rollout is given, g: both give back, z: zeroing, x: the rollout dies."""
+    """s: serving takes, r: the rollout is given, l: it looks, g: both give back, z: zeroing, x: the rollout dies."""
     dirty = [False] * 10
     owners = np.zeros(10, dtype=np.uint8)
 
@@ -97,6 +99,7 @@ def test_every_page_has_one_owner_and_clean_pages_are_clean(moves):
 
     ledger, theirs = ServingLedger(owners, erase), RolloutLedger(owners)
     held = {Owner.SERVING: set(), Owner.ROLLOUT: set()}
+    seen = set()
     for move, n in moves:
         if move in "sr":
             owner = Owner.SERVING if move == "s" else Owner.ROLLOUT
@@ -111,14 +114,39 @@ def test_every_page_has_one_owner_and_clean_pages_are_clean(moves):
                 pages = sorted(held[owner])[:n]
                 put(pages)
                 held[owner].difference_update(pages)
+            seen &= held[Owner.ROLLOUT]
+        elif move == "l":
+            assert theirs.newly_granted() == sorted(held[Owner.ROLLOUT] - seen)
+            seen = set(held[Owner.ROLLOUT])
         elif move == "z":
-            ledger.clean_some(n)
+            unclean = ledger.count(Owner.FREE_DIRTY)
+            assert ledger.clean_some(n) == min(n, unclean) == unclean - ledger.count(Owner.FREE_DIRTY)
         else:
             assert ledger.put_all_of_rollout() == len(held[Owner.ROLLOUT])
             held[Owner.ROLLOUT].clear()
+            theirs, seen = RolloutLedger(owners), set()
         for owner, pages in held.items():
             assert set(np.flatnonzero(owners == owner).tolist()) == pages
         assert ledger.free_pages == 10 - sum(map(len, held.values()))
+
+
+@pytest.mark.parametrize(("page_us", "call_us", "least"), [(1, 20, 500), (40, 0, 20), (5000, 0, 1)])
+def test_zeroing_takes_its_time_of_a_tick_and_no_allocation_waits_long_for_it(page_us, call_us, least):
+    now_us, runs_us = [0], []
+
+    def erase(page, count):
+        runs_us.append(call_us + page_us * count)
+        now_us[0] += runs_us[-1]
+
+    owners = np.zeros(2000, dtype=np.uint8)
+    owners[10] = Owner.SERVING
+    ledger = ServingLedger(owners, erase, lambda: now_us[0] / 1e6)
+    done = ledger.clean_some(owners.size, 0.001)
+    assert done >= least and done == ledger.count(Owner.FREE_CLEAN)
+    assert max(runs_us) <= max(page_us, 220) and sum(runs_us) <= 1000 + max(runs_us)
+    while done < 1999:
+        done += ledger.clean_some(owners.size, 0.001)
+    assert ledger.clean_some(owners.size, 0.001) == 0 and owners[10] == Owner.SERVING
 
 
 _tables = st.lists(st.integers(-1, 20), min_size=6, max_size=6)

@@ -104,7 +104,7 @@ def test_priorities_of_a_group_are_lowered_and_raised_again():
 )
 def test_pools_that_lend_nothing_are_refused(flags, says):
     with pytest.raises(ConfigurationError, match=says):
-        preflight.pool_size_pages(_config(**flags))
+        preflight.pool_size_pages(argparse.Namespace(), _config(**flags))
 
 
 def test_models_that_do_not_fit_are_refused_before_they_are_loaded(tmp_path):
@@ -115,9 +115,9 @@ def test_models_that_do_not_fit_are_refused_before_they_are_loaded(tmp_path):
             f.truncate(size)  # sparse
     args = argparse.Namespace(model_tag=str(tmp_path / "serving"), load_format="auto")
     with pytest.raises(ConfigurationError, match=r"4096\.0 GiB \(rollout\).*choose a smaller"):
-        preflight.check_fits(args, _config(rollout=str(tmp_path / "rollout"), pool_gib=0.1))
-    preflight.check_fits(args, _config(rollout=str(tmp_path / "serving"), pool_gib=0.1))
-    preflight.check_fits(args, _config(rollout="a/name", pool_gib=0.1, rollout_args="--load-format dummy"))
+        preflight.check_fits(args, _config(rollout=str(tmp_path / "rollout")), 50)
+    preflight.check_fits(args, _config(rollout=str(tmp_path / "serving")), 50)
+    preflight.check_fits(args, _config(rollout="a/name", rollout_args="--load-format dummy"), 50)
 
 
 def _runtime():

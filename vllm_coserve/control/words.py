@@ -56,6 +56,7 @@ class Word(IntEnum):
     SERVING_TABLE_APPLIED = auto()  # serving worker
     SERVING_USED_PAGES = auto()  # S: pages with blocks in use
     SERVING_CACHED_PAGES = auto()  # S: pages with nothing but unreferenced prefix cache, or nothing
+    ROLLOUT_TRANSIENT_BYTES = auto()  # R: on a GPU, memory that it needs beyond what it held after its profile run
     # --- life
     ACTIVE_WANTED = auto()  # A: 1 lend, 0 give everything back (activate / deactivate); V sets it before the start
     RL_STEP = auto()  # A: counts POST /step
@@ -126,3 +127,4 @@ class Note(IntEnum):
 
     WEIGHT_VERSION = 0  # R: name of the weights in use
     REGISTRATION = 1  # A, under a file lock on the control file: the RL job that holds the engine, as JSON
+    START_REFUSAL = 2  # S, or its worker: why the serving engine cannot start, and the fix

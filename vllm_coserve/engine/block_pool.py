@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from typing import Protocol
@@ -56,7 +55,6 @@ class ElasticBlockPool(BlockPool):
         self._request: str | None = None
         self._last_slot: OrderedDict[str, int] = OrderedDict()  # where a request's latest block lies
         self._spare_pages: list[int] = []
-        self.idle_since: dict[int, float] = {}  # slot -> when its last block in use went (CLOCK_MONOTONIC seconds)
 
     # ---- what vLLM calls
 
@@ -105,9 +103,6 @@ class ElasticBlockPool(BlockPool):
             keep = self.enable_caching and block.block_hash is not None
             self.slots.release(block.block_id, keep)
             (last if keep else first).append(block)
-            for slot in self.slots.geometry.slots_of(block.block_id):
-                if not self.slots.used[slot]:
-                    self.idle_since[slot] = time.monotonic()
         self.free_block_queue.prepend_n(first)
         self.free_block_queue.append_n(last)
 
@@ -134,8 +129,9 @@ class ElasticBlockPool(BlockPool):
 
     def forget_cached(self) -> None:
         """Turn all unreferenced prefix cache into free blocks."""
-        for block in list(self._cached_in_eviction_order()):
-            self._drop_cached(block)
+        for block in self.free_block_queue.get_all_free_blocks():
+            if block.block_hash is not None:
+                self._drop_cached(block)
 
     def get_num_free_blocks(self) -> int:
         return self.free_block_queue.num_free_blocks
@@ -169,8 +165,6 @@ class ElasticBlockPool(BlockPool):
         gained = self.slots.map(slots, pages)
         self._pager.set_slots(slots, pages)
         self.free_block_queue.prepend_n([self.blocks[b] for b in gained])
-        now = time.monotonic()
-        self.idle_since.update(dict.fromkeys(slots, now))
 
     def drop_slots(self, slots: Iterable[int]) -> list[int]:
         """Unmap slots without blocks in use, their prefix cache is forgotten; returns their pages.
@@ -188,7 +182,6 @@ class ElasticBlockPool(BlockPool):
             pages.append(page)
             for block_id in lost:
                 self.free_block_queue.remove(self.blocks[block_id])
-            self.idle_since.pop(slot, None)
         if slots:
             self._pager.set_slots(slots, [-1] * len(slots))
         return pages
@@ -199,34 +192,15 @@ class ElasticBlockPool(BlockPool):
         return spare
 
     def slots_to_give(self, count: int) -> list[int]:
-        """Up to `count` slots that cost least to give: empty ones, then those with the oldest prefix cache only."""
-        out = self.slots.empty_slots()[-count:] if count > 0 else []
-        if len(out) < count:
-            seen = dict.fromkeys(out)
-            for block in self._cached_in_eviction_order():
-                for slot in self.slots.geometry.slots_of(block.block_id):
-                    if not self.slots.used[slot]:
-                        seen.setdefault(slot)
-                if len(seen) >= count:
-                    break
-            out = list(seen)[:count]
-        return out
+        """Up to `count` slots that cost least to give: empty ones, then those that were in use longest ago."""
+        return self.slots.slots_to_give(count)
 
     def idle_slots(self, older_than_s: float) -> list[int]:
         """Slots with nothing in use since so many seconds."""
-        limit = time.monotonic() - older_than_s
-        return [s for s, t in self.idle_since.items() if t < limit and not self.slots.used[s]]
+        return self.slots.idle_slots(older_than_s)
 
     def _drop_cached(self, block: KVCacheBlock) -> None:
         self._maybe_evict_cached_block(block)
         self.slots.uncache(block.block_id)
         self.free_block_queue.remove(block)
         self.free_block_queue.prepend_n([block])
-
-    def _cached_in_eviction_order(self) -> Iterable[KVCacheBlock]:
-        block = self.free_block_queue.fake_free_list_head.next_free_block
-        while block is not None and block.block_id >= 0:
-            following = block.next_free_block
-            if block.block_hash is not None:
-                yield block
-            block = following

@@ -15,14 +15,13 @@ from vllm_coserve.api.config import CoserveConfig, MemoryMode, Policy, Role, Sta
 from vllm_coserve.api.context import Context
 from vllm_coserve.api.errors import ConfigurationError, CoserveError
 from vllm_coserve.control.block import ControlBlock
-from vllm_coserve.control.words import Word
+from vllm_coserve.control.words import Note, Word
 from vllm_coserve.engine.device import device_type
 from vllm_coserve.engine.life import socket_folder
 from vllm_coserve.engine.preflight import (
     DEFAULT_POOL_GIB,
     DEFAULT_POOL_SHARE,
     PAGE_BYTES,
-    pool_size_pages,
     preflight,
 )
 from vllm_coserve.engine.seams import original, patch
@@ -64,7 +63,10 @@ def _with_flags(genuine: Any) -> Any:
             if name == "rollout":
                 text += ". Turns co-serving on; without it nothing of vLLM changes"
             elif name == "pool_gib":
-                text += f" (default: {DEFAULT_POOL_GIB:g}, at most {DEFAULT_POOL_SHARE:.0%} of available memory)"
+                text += (
+                    " (default: on a GPU what both models leave of --gpu-memory-utilization; on a CPU "
+                    f"{DEFAULT_POOL_GIB:g}, at most {DEFAULT_POOL_SHARE:.0%} of available memory)"
+                )
             elif name.endswith("slo_ms"):
                 text += " (default: none; without an SLO only idle windows are lent)"
             else:
@@ -138,8 +140,7 @@ def pair(args: argparse.Namespace, config: CoserveConfig) -> Iterator[Context]:
     from vllm_coserve.memory.host import create_pool
 
     device = device_type()
-    preflight(args, config, device)
-    pool_pages = pool_size_pages(config, device)
+    pool_pages = preflight(args, config, device)
     block, control_fd = ControlBlock.create(pool_pages, PAGE_BYTES)
     context = Context(
         side="serving",
@@ -168,5 +169,5 @@ def pair(args: argparse.Namespace, config: CoserveConfig) -> Iterator[Context]:
         yield context
     finally:
         supervisor.stop()
-        if supervisor.failure:
-            raise ConfigurationError(supervisor.failure)
+        if failure := block.note(Note.START_REFUSAL) or supervisor.failure:
+            raise ConfigurationError(failure)

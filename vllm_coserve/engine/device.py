@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import select
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, cast
 
 from vllm_coserve.api.errors import ConfigurationError
@@ -32,6 +33,24 @@ def device_memory_bytes() -> int:
     from vllm.platforms import current_platform
 
     return current_platform.get_device_total_memory()
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryLeft:
+    """A GPU's memory as this process sees it."""
+
+    free_bytes: int  # nobody has it
+    transient_bytes: int  # this process needed so much more at its peak than it holds now
+
+
+def memory_left() -> MemoryLeft:
+    """Memory of the current GPU now, after this process has given back what PyTorch only keeps at hand."""
+    import torch
+
+    torch.cuda.empty_cache()
+    stats = torch.cuda.memory_stats()
+    transient = stats["allocated_bytes.all.peak"] - stats["reserved_bytes.all.current"]
+    return MemoryLeft(torch.cuda.mem_get_info()[0], max(0, transient))
 
 
 def device_index(context: Context) -> int:

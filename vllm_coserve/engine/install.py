@@ -13,6 +13,8 @@ from vllm_coserve.control.block import ControlBlock
 from vllm_coserve.control.words import Word
 from vllm_coserve.engine.core_runtime import KIND_WORKER, SIDE_ROLLOUT, SIDE_SERVING, CoreRuntime, logger
 from vllm_coserve.engine.device import wait_for_device
+from vllm_coserve.engine.gpu_pool import check_pool_fits
+from vllm_coserve.engine.refusals import told_to_the_user
 from vllm_coserve.engine.seams import add_method, patch
 from vllm_coserve.engine.worker_hooks import TorchWithKvTensor, WorkerRuntime
 from vllm_coserve.memory.devices import kept_slots
@@ -123,7 +125,8 @@ def _install_worker(process: _Process) -> None:
             shim = TorchWithKvTensor(genuine, lambda nbytes: process.worker.kv_tensor(nbytes, block_bytes))
             utils.torch = shim
             try:
-                caches = original(kv_cache_config, *args, **kwargs)
+                with told_to_the_user(process.context, process.block):
+                    caches = original(kv_cache_config, *args, **kwargs)
             finally:
                 utils.torch = genuine
             if shim.calls != 1:
@@ -175,11 +178,16 @@ def _count_greater(x: Any, values: Any) -> Any:
 def _install_memory(process: _Process) -> None:
     def virtual_capacity(original: Any) -> Any:
         def get_kv_cache_configs(vllm_config: Any, kv_cache_specs: Any, available_memory: list[int]) -> Any:
-            capacity = process.core.kv_capacity_bytes()
-            configs = original(vllm_config, kv_cache_specs, [capacity] * len(available_memory))
-            if len(configs) != 1:
-                raise ContractError("--coserve-rollout supports one device per engine: set --tensor-parallel-size 1")
-            process.core.learn_geometry(configs[0])
+            with told_to_the_user(process.context, process.block):
+                if process.context.device == "cuda":  # before there is a `process.core`, which makes serving's pool
+                    check_pool_fits(process.context, process.block, vllm_config.model_config.enforce_eager)
+                capacity = process.core.kv_capacity_bytes()
+                configs = original(vllm_config, kv_cache_specs, [capacity] * len(available_memory))
+                if len(configs) != 1:
+                    raise ContractError(
+                        "--coserve-rollout supports one device per engine: set --tensor-parallel-size 1"
+                    )
+                process.core.learn_geometry(configs[0])
             return configs
 
         return get_kv_cache_configs

@@ -9,6 +9,7 @@ from pathlib import Path
 from vllm_coserve.api.config import CoserveConfig
 from vllm_coserve.api.errors import ConfigurationError
 from vllm_coserve.engine.device import device_memory_bytes
+from vllm_coserve.engine.gpu_pool import default_pool_bytes
 from vllm_coserve.policy.memory import MemoryConfig, headroom_pages
 
 PAGE_BYTES = 2 << 20
@@ -18,16 +19,18 @@ _GIB = 1 << 30
 _POOL_PAGES_MIN, _LENT_PAGES_MIN = 4, 2
 
 
-def pool_size_pages(config: CoserveConfig, device: str = "cpu") -> int:
+def pool_size_pages(args: argparse.Namespace, config: CoserveConfig, device: str = "cpu") -> int:
     """Pages of the pool.
 
     Raises:
-        ConfigurationError: it is too small to lend anything, or larger than the memory that is available.
+        ConfigurationError: it is too small to lend anything, or larger than the memory that is available; or, on a GPU
+            and without `--coserve-pool-gib`, what the models leave cannot be told.
     """
-    pages = int(pool_gib(config, device) * _GIB) // PAGE_BYTES
+    gib = pool_gib(args, config, device)
+    pages = int(gib * _GIB) // PAGE_BYTES
     if pages < _POOL_PAGES_MIN:
         raise ConfigurationError(
-            f"--coserve-pool-gib {config.pool_gib}: the pool needs at least {_POOL_PAGES_MIN} pages of 2 MiB"
+            f"--coserve-pool-gib {gib:g}: the pool needs at least {_POOL_PAGES_MIN} pages of 2 MiB"
         )
     if pages - headroom_pages(pages, MemoryConfig(headroom_fraction=config.headroom)) < _LENT_PAGES_MIN:
         raise ConfigurationError(
@@ -37,13 +40,11 @@ def pool_size_pages(config: CoserveConfig, device: str = "cpu") -> int:
     return pages
 
 
-def pool_gib(config: CoserveConfig, device: str = "cpu") -> float:
-    """Size of the page pool in GiB, checked against the memory there is.
-
-    Raises:
-        ConfigurationError: more than is available.
-    """
+def pool_gib(args: argparse.Namespace, config: CoserveConfig, device: str = "cpu") -> float:
+    """Size of the page pool in GiB, checked against the memory there is. Raises as `pool_size_pages` does."""
     available = available_memory_bytes(device) / _GIB
+    if config.pool_gib is None and device == "cuda":
+        return default_pool_bytes(args, config) / _GIB
     if config.pool_gib is None:
         return min(DEFAULT_POOL_GIB, available * DEFAULT_POOL_SHARE)
     if config.pool_gib > available:
@@ -64,8 +65,8 @@ def available_memory_bytes(device: str = "cpu") -> int:
     raise ConfigurationError("/proc/meminfo does not say how much memory is available: give --coserve-pool-gib")
 
 
-def preflight(args: argparse.Namespace, config: CoserveConfig, device: str = "cpu") -> None:
-    """Find what cannot work before anything is started.
+def preflight(args: argparse.Namespace, config: CoserveConfig, device: str = "cpu") -> int:
+    """Find what cannot work before anything is started; returns the pages of the pool.
 
     Raises:
         ConfigurationError: says the fix.
@@ -92,7 +93,10 @@ def preflight(args: argparse.Namespace, config: CoserveConfig, device: str = "cp
     if getattr(args, "headless", False) or getattr(args, "grpc", False):
         raise ConfigurationError("--coserve-rollout needs vLLM's HTTP API server: leave --headless and --grpc out")
     check_model(config.rollout)
-    check_fits(args, config, device)
+    pages = pool_size_pages(args, config, device)
+    if device == "cpu" or config.pool_gib is not None:  # else it is what the weights leave
+        check_fits(args, config, pages, device)
+    return pages
 
 
 def check_port(host: str, port: int, flag: str) -> None:
@@ -105,13 +109,13 @@ def check_port(host: str, port: int, flag: str) -> None:
         raise ConfigurationError(f"port {port} cannot be used ({exc.strerror}): give another with {flag}") from exc
 
 
-def check_fits(args: argparse.Namespace, config: CoserveConfig, device: str = "cpu") -> None:
+def check_fits(args: argparse.Namespace, config: CoserveConfig, pool_pages: int, device: str = "cpu") -> None:
     """Raises ConfigurationError when weights of both models and the pool are more than the memory that is available."""
     if "dummy" in (getattr(args, "load_format", ""), *config.rollout_argv):
         return  # the files are not what will be loaded
     models = getattr(args, "model_tag", None) or getattr(args, "model", ""), config.rollout
     serving, rollout = (weight_bytes(Path(m)) / _GIB for m in models)
-    available, pool = available_memory_bytes(device) / _GIB, pool_gib(config, device)
+    available, pool = available_memory_bytes(device) / _GIB, pool_pages * PAGE_BYTES / _GIB
     if serving + rollout + pool > available:
         raise ConfigurationError(
             f"weights of {serving:.1f} GiB (serving) and {rollout:.1f} GiB (rollout) and a pool of {pool:.1f} GiB do "

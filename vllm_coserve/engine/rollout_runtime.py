@@ -228,13 +228,10 @@ class RolloutRuntime(CoreRuntime):
         if seq == self._granted_seq or self.pool is None:
             return []
         self._granted_seq = seq
-        fresh = [p for p in self.ledger.granted() if p not in self._held and not self._is_leaving(p)]
+        fresh = self.ledger.newly_granted()
         self._held.update(fresh)
         self.pool.add_pages(fresh)
         return fresh
-
-    def _is_leaving(self, page: int) -> bool:
-        return any(page in pages for _, pages in self._pending)
 
     def acquire_pages(self, wanted: int, needed: int) -> list[int]:
         """See `block_pool.Pager`: the rollout is given pages, so publish the wish and wait a moment for an answer."""

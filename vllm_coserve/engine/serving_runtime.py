@@ -30,7 +30,7 @@ _RECLAIM_WAIT_S = 0.1  # a serving allocation waits for pages at most so long, t
 # milliseconds.
 _DEBT_KILL_S, _PATIENT_DEBT_KILL_S = 1.0, 5.0
 _TICK_S, _IDLE_TICK_S = 0.02, 0.1
-_CLEAN_PER_TICK = 16
+_CLEAN_S = 0.001  # of a tick, for zeroing free pages
 
 
 class ServingRuntime(CoreRuntime):
@@ -186,7 +186,7 @@ class ServingRuntime(CoreRuntime):
             self.wake_main()
         elif self._pending:
             self.wake_main()
-        self.ledger.clean_some(_CLEAN_PER_TICK)
+        self.ledger.clean_some(self.block.pool_pages, _CLEAN_S)
 
     def _lend(self, count: int) -> None:
         static = self._memory_config.mode == "static"

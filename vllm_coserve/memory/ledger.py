@@ -12,11 +12,15 @@ Serving never waits for the rollout here; the rollout is given pages, it does no
 from __future__ import annotations
 
 import fcntl
+import math
 import threading
+import time
 from collections.abc import Callable, Iterable
 from enum import IntEnum
 
 import numpy as np
+
+_LOCKED_S = 0.0002  # about how long an allocation may wait for pages that are being zeroed
 
 
 class Owner(IntEnum):
@@ -31,20 +35,21 @@ class Owner(IntEnum):
 class ServingLedger:
     """The serving engine core's hand on the ledger (main thread and arbiter thread)."""
 
-    def __init__(self, owners: np.ndarray, erase: Callable[[int, int], None]) -> None:
+    def __init__(
+        self, owners: np.ndarray, erase: Callable[[int, int], None], clock: Callable[[], float] = time.monotonic
+    ) -> None:
         """`owners`: uint8[pool_pages] in shared memory; `erase(page, count)` zeroes pages nobody maps."""
-        self._owners = owners
-        self._erase = erase
+        self._owners, self._erase, self._clock = owners, erase, clock
         self._lock = threading.Lock()  # between the threads of this process only
 
     def count(self, owner: Owner) -> int:
         """Pages in a state now."""
-        return int(np.count_nonzero(self._owners == owner))
+        return int(np.count_nonzero(self._owners == np.uint8(owner)))
 
     @property
     def free_pages(self) -> int:
         """Pages that nobody maps."""
-        return int(np.count_nonzero(self._owners <= Owner.FREE_CLEAN))
+        return int(np.count_nonzero(self._owners <= np.uint8(Owner.FREE_CLEAN)))
 
     def take(self, count: int, owner: Owner, keep_free: int = 0) -> list[int]:
         """Hand up to `count` free pages to `owner`, lowest numbers first so that runs stay contiguous.
@@ -56,47 +61,59 @@ class ServingLedger:
             return []
         with self._lock:
             count = max(0, min(count, self.free_pages - keep_free))
-            pages = np.flatnonzero(self._owners == Owner.FREE_CLEAN)[:count].tolist()
-            short = count - len(pages)
-            dirty = np.flatnonzero(self._owners == Owner.FREE_DIRTY)[:short].tolist() if short else []
-            for first, run in runs(dirty):
-                self._erase(first, run)
-            pages = sorted(pages + dirty)
-            for page in pages:
-                self._owners[page] = owner
-        return pages
+            pages = _in_state(self._owners, Owner.FREE_CLEAN)[:count]
+            if short := count - pages.size:
+                dirty = _in_state(self._owners, Owner.FREE_DIRTY)[:short]
+                for first, run in runs(dirty.tolist()):
+                    self._erase(first, run)
+                pages = np.sort(np.concatenate((pages, dirty)))
+            self._owners[pages] = owner
+        return pages.tolist()
 
     def put(self, pages: Iterable[int]) -> None:
         """Serving gives pages back; its worker has unmapped them."""
-        self._release(pages, Owner.SERVING)
+        with self._lock:
+            _release(self._owners, pages, Owner.SERVING)
 
     def put_all_of_rollout(self) -> int:
         """Take back everything of a rollout engine of which no process is left; returns how many pages."""
-        pages = np.flatnonzero(self._owners == Owner.ROLLOUT).tolist()
-        self._release(pages, Owner.ROLLOUT)
-        return len(pages)
-
-    def _release(self, pages: Iterable[int], owner: Owner) -> None:
         with self._lock:
-            for page in pages:
-                if self._owners[page] != owner:
-                    raise ValueError(f"page {page} is {Owner(self._owners[page]).name}, not {owner.name}")
-                self._owners[page] = Owner.FREE_DIRTY
+            pages = _in_state(self._owners, Owner.ROLLOUT)
+            _release(self._owners, pages, Owner.ROLLOUT)
+        return pages.size
 
-    def clean_some(self, limit: int) -> int:
-        """Zero up to `limit` dirty pages, off everybody's critical path; returns how many."""
-        done = 0
-        while done < limit:
-            # One page at a time under the lock: an allocation must not wait for a long sweep.
+    def clean_some(self, limit: int, bound_s: float = math.inf) -> int:
+        """Zero up to `limit` dirty pages, for about `bound_s` seconds, off everybody's critical path.
+
+        In runs of neighbours, one at a time under the lock, as an allocation must not wait for a long sweep. They grow
+        while they are quick: a device zeroes hundreds of pages in the time that it takes to be told so.
+
+        Returns:
+            How many.
+        """
+        done, longest = 0, 1
+        now_s = self._clock()
+        end_s = now_s + bound_s
+        while done < limit and now_s < end_s:
             with self._lock:
-                dirty = np.flatnonzero(self._owners == Owner.FREE_DIRTY)
-                if not dirty.size:
+                first, count = self._dirty_run(min(longest, limit - done))
+                if not count:
                     break
-                page = int(dirty[0])
-                self._erase(page, 1)
-                self._owners[page] = Owner.FREE_CLEAN
-            done += 1
+                self._erase(first, count)
+                self._owners[first : first + count] = Owner.FREE_CLEAN
+            done += count
+            since_s, now_s = now_s, self._clock()
+            if now_s - since_s < _LOCKED_S / 2:
+                longest *= 2
         return done
+
+    def _dirty_run(self, most: int) -> tuple[int, int]:
+        """(first page, pages) of the first run of dirty pages, cut to `most`; (0, 0) when there is none."""
+        dirty = self._owners == np.uint8(Owner.FREE_DIRTY)
+        first = int(dirty.argmax())
+        run = dirty[first : first + most]
+        end = int(run.argmin())
+        return first, (run.size if run[end] else end)
 
 
 class RolloutLedger:
@@ -104,17 +121,36 @@ class RolloutLedger:
 
     def __init__(self, owners: np.ndarray) -> None:
         self._owners = owners
+        self._known = np.zeros(owners.size, dtype=bool)  # seen by `newly_granted` and not put since
 
     def granted(self) -> list[int]:
         """All pages that are the rollout's now, mapped or not."""
-        return np.flatnonzero(self._owners == Owner.ROLLOUT).tolist()
+        return _in_state(self._owners, Owner.ROLLOUT).tolist()
+
+    def newly_granted(self) -> list[int]:
+        """Those of `granted` that no call before has returned, or that were put and granted again since."""
+        fresh = np.flatnonzero((self._owners == np.uint8(Owner.ROLLOUT)) & ~self._known)
+        self._known[fresh] = True
+        return fresh.tolist()
 
     def put(self, pages: Iterable[int]) -> None:
         """Give pages back; the rollout's worker has unmapped them."""
-        for page in pages:
-            if self._owners[page] != Owner.ROLLOUT:
-                raise ValueError(f"page {page} is {Owner(self._owners[page]).name}, not the rollout's")
-            self._owners[page] = Owner.FREE_DIRTY
+        self._known[_release(self._owners, pages, Owner.ROLLOUT)] = False
+
+
+def _in_state(owners: np.ndarray, state: Owner) -> np.ndarray:
+    """Pages in a state now, ascending. Compared as bytes: with an enum numpy makes integers of all of them first."""
+    return np.flatnonzero(owners == np.uint8(state))
+
+
+def _release(owners: np.ndarray, pages: Iterable[int], owner: Owner) -> np.ndarray:
+    """Mark pages of `owner` as free, with one store a page; nothing when one of them is not its own."""
+    given = np.fromiter(pages, dtype=np.intp)
+    if (wrong := given[owners[given] != np.uint8(owner)]).size:
+        page = int(wrong[0])
+        raise ValueError(f"page {page} is {Owner(owners[page]).name}, not {owner.name}")
+    owners[given] = Owner.FREE_DIRTY
+    return given
 
 
 def runs(sorted_numbers: Iterable[int]) -> list[tuple[int, int]]:
