@@ -8,7 +8,7 @@ copies, however small the tensors, and as many of them as the model has bytes.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -79,7 +79,7 @@ class ParkedWeights:
         start_s = time.monotonic()
         if not self._host and (wrong := self._get_host_memory()):
             return wrong
-        self._copy(self._pages, self._host)
+        self._copy(zip(self._pages, self._host, strict=True))
         self.drop()
         self.parked = True
         self.took_s = time.monotonic() - start_s
@@ -93,10 +93,10 @@ class ParkedWeights:
     def restore(self) -> None:
         """Give the range memory again, with the weights in it if they were parked, else with whatever is there."""
         start_s = time.monotonic()
-        if self._pages:
-            self._range.map_run(0, 0, len(self._pages))
         if self.parked:
-            self._copy(self._host, self._pages)
+            self._copy(self._coming_back())
+        elif self._pages:
+            self._range.map_run(0, 0, len(self._pages))
         self.parked = False
         self.took_s = time.monotonic() - start_s
 
@@ -152,11 +152,18 @@ class ParkedWeights:
             return f"{self.nbytes / _GIB:.1f} GiB of host memory could not be had: {exc}"
         return ""
 
-    def _copy(self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
+    def _coming_back(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Copies to be made; memory for the next one is had while the device makes one."""
+        for number, (host, page) in enumerate(zip(self._host, self._pages, strict=True)):
+            self._range.map_run(number, number, 1)
+            yield host, page
+
+    def _copy(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Copy each first tensor to the second, and wait for all."""
         if self._stream is not None:
             torch.cuda.synchronize(self._device)  # steps and loads may have been given to other streams
         with torch.cuda.stream(self._stream):
-            for source, target in zip(sources, targets, strict=True):
+            for source, target in pairs:
                 target.copy_(source, non_blocking=True)
         if self._stream is not None:
             self._stream.synchronize()
