@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import contextlib
+import gc
 import os
 from types import SimpleNamespace
 
@@ -27,6 +28,18 @@ _GARBAGE = -51
 _DTYPES = (torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn, torch.int8, torch.int32, torch.bool)
 
 
+_ranges = []
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left():
+    """Other tests count descriptors."""
+    yield
+    while _ranges:
+        _ranges.pop().close()
+    gc.collect()
+
+
 class _Range(HostDriver):
     """Memory that holds garbage whenever it comes anew, as a device's may."""
 
@@ -36,6 +49,7 @@ class _Range(HostDriver):
         super().__init__(pool, num_pages, _PAGE)
         os.close(pool)
         self.mapped, self.calls, self.fails = set(), 0, False
+        _ranges.append(self)
 
     def map_run(self, slot, page, count):
         self.calls += 1
@@ -115,6 +129,7 @@ def test_any_mix_of_tensors_comes_back_bit_by_bit(storages, random):
         parked.restore()
         assert not parked.parked
     assert parked.took_s > 0
+    parked._range.close()
 
 
 def test_host_memory_is_had_once(monkeypatch):
