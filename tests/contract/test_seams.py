@@ -45,6 +45,13 @@ def test_what_is_compiled_for_logprobs_is_what_we_compute():
     assert source.count("torch.compile(") == 1 and "return (x >= values).sum(-1)" in source
 
 
+def test_a_reload_writes_where_the_weights_are():
+    """Parked weights and captured graphs count on their addresses."""
+    from vllm.model_executor.model_loader.reload import layerwise
+
+    assert "param.data.copy_(" in inspect.getsource(layerwise._copy_and_restore_kernel_tensors)
+
+
 def test_fields():
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.engine import EngineCoreOutput, EngineCoreRequestType

@@ -66,7 +66,7 @@ _STATUS = {
         "prefix_hit_tokens": 150,
     },
     "aborts": {"reclaimed": 3, "stalled": 0, "deactivated": 1, "too_large": 0},
-    "weights": {"version": "step-7", "number": 4, "loaded": True, "load_ms": 48.0},
+    "weights": {"version": "step-7", "number": 4, "loaded": True, "load_ms": 48.0, "parked_bytes": 0, "park_ms": 0.0},
     "registration": {"job": "grpo-1", "since_s": 1.0, "expires_in_s": 20.0},
     "of_a_newer_version": {"more": 1},
 }

@@ -50,6 +50,8 @@ class Weights(BaseModel):
     number: int = Field(description="counts weight versions since the pair was started")
     loaded: bool = Field(description="false while deactivation has freed them")
     load_ms: float = Field(description="how long the latest load or release took")
+    parked_bytes: int = Field(0, description="moved to host memory by deactivation; 0: they are loaded again (CPU)")
+    park_ms: float = Field(0.0, description="how long the latest move to host memory or back took")
 
 
 class Holder(BaseModel):

@@ -76,6 +76,8 @@ class Word(IntEnum):
     WEIGHTS_JOB_DONE = auto()  # rollout worker: number of the last load or release of weights that it has ended
     WEIGHTS_PULL = auto()  # R: number of the last pull of weights from a relay that it has begun
     WEIGHTS_PULLED = auto()  # rollout worker: number of the last pull from a relay that it has ended
+    PARKED_BYTES = auto()  # rollout worker: weights that deactivation moves to host memory; 0: they are loaded again
+    PARK_NS = auto()  # rollout worker: how long the latest move took, to host memory or back
     LOAD_NS = auto()  # R: how long the latest activation or weight update took
     KV_BLOCK_BYTES = auto()  # R: size of one of its KV blocks
     KV_BLOCK_TOKENS = auto()  # R

@@ -155,6 +155,15 @@ def _install_worker(process: _Process) -> None:
 
         return execute_model
 
+    def parkable(original: Any) -> Any:
+        def load_model(self: Any, *args: Any, **kwargs: Any) -> None:
+            from vllm_coserve.engine.worker_weights import make_parkable
+
+            original(self, *args, **kwargs)
+            make_parkable(self)
+
+        return load_model
+
     def admit_block_outermost(original: Any) -> Any:
         def supported_kv_cache_layouts(cls: type) -> Any:
             from vllm.v1.kv_cache_layout import KVCacheLayout
@@ -169,6 +178,8 @@ def _install_worker(process: _Process) -> None:
     patch("cpu_layouts", admit_block_outermost)
     if process.side == SIDE_ROLLOUT:
         patch("count_greater", lambda original: _count_greater)
+        if process.context.device == "cuda":
+            patch("worker_load", parkable)
 
 
 def _count_greater(x: Any, values: Any) -> Any:

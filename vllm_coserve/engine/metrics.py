@@ -63,6 +63,8 @@ _GAUGES: tuple[tuple[str, str, Word, float], ...] = (
     ("coserve_weight_version", "Number of the rollout weights in use", Word.WEIGHT_VERSION, 1),
     ("coserve_weights_loaded", "0 while deactivation has freed the rollout weights", Word.WEIGHTS_LOADED, 1),
     ("coserve_weights_load_seconds", "How long the latest load or release of weights took", Word.LOAD_NS, 1e-9),
+    ("coserve_weights_parked_bytes", "Weights that wait in host memory while deactivated", Word.PARKED_BYTES, 1),
+    ("coserve_weights_park_seconds", "How long the latest move to host memory or back took", Word.PARK_NS, 1e-9),
 )
 _ABORTS = {
     "reclaimed": Word.RECLAIM_ABORTS,

@@ -159,6 +159,8 @@ class WeightsKeeper:
         self._block.set(Word.LOAD_NS, int((time.monotonic() - job.since_s) * 1e9))
         if job.kind == "free":
             self.loaded, self.can_free = bool(wrong), not wrong
+            if wrong:
+                logger.warning("coserve: %s", wrong)
         elif job.kind == "restore":
             self.loaded = True
             if wrong:  # those that a relay had are gone with it

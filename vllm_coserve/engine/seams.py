@@ -164,6 +164,12 @@ SEAMS: dict[str, Seam] = {
     "kv_alloc_torch": Seam(
         "vllm.v1.worker.utils", "torch", None, "the one torch.zeros of allocate_kv_cache", "it takes an allocator"
     ),
+    "worker_load": Seam(
+        "vllm.v1.worker.gpu_worker",
+        "Worker.load_model",
+        ("self",),
+        "moves the rollout's weights, before anything keeps their addresses, to where memory can go and come",
+    ),
     "worker_step": Seam(
         "vllm.v1.worker.gpu_worker",
         "Worker.execute_model",

@@ -79,6 +79,8 @@ def read_status(context: Context, block: ControlBlock) -> Status:
             number=get(Word.WEIGHT_VERSION),
             loaded=bool(get(Word.WEIGHTS_LOADED)),
             load_ms=get(Word.LOAD_NS) / 1e6,
+            parked_bytes=get(Word.PARKED_BYTES),
+            park_ms=get(Word.PARK_NS) / 1e6,
         ),
         registration=holder and Holder(job=holder.job, since_s=holder.since_s, expires_in_s=holder.expires_in_s),
     )

@@ -1,4 +1,6 @@
-"""The rollout worker's weights: freed while deactivated, loaded again, or replaced by others from a disk or a relay.
+"""The rollout worker's weights: freed while deactivated, brought back, or replaced by others from a disk or a relay.
+
+On a GPU they wait in host memory (`parked_weights`). On a CPU device, which has no other memory, they are loaded again.
 
 Functions of this module run in the rollout worker, between two steps (`collective_rpc`).
 """
@@ -8,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import logging
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -17,14 +20,20 @@ from typing import Any
 from vllm_coserve.control.block import ControlBlock
 from vllm_coserve.control.words import Bell, Word
 from vllm_coserve.engine.checkpoint import difference, known_shapes, repack_embeddings
+from vllm_coserve.engine.parked_weights import PARK_PAGE_BYTES, ParkedWeights
 from vllm_coserve.engine.relayed_weights import NEWER, Puller, RelayedWeights
+from vllm_coserve.memory.devices import make_own_range
+from vllm_coserve.memory.driver import PageDriver
 from vllm_coserve.weights.peering.reader import stop_forwarding
 from vllm_coserve.weights.replica import Replica
+
+logger = logging.getLogger("vllm.coserve")
 
 _FREED_FROM_BYTES = 64 << 10  # smaller parameters stay: some of them (scales) are in no checkpoint
 _SCHED_IDLE = getattr(os, "SCHED_IDLE", 5)
 _RELAYED: list[RelayedWeights] = []  # the weights in use, where they came from a relay
 _PULLS: dict[int, int] = {}  # the puller's numbers by the engine core's; the last one only
+_PARKED: list[ParkedWeights] = []  # the model's, on a GPU
 _SIZES = "coserve_weight_bytes"  # attribute of the model while its weights are freed
 
 
@@ -51,9 +60,32 @@ def run_job(worker: Any, number: int, kind: str, path: str) -> str:
         "apply": lambda: _apply(worker, int(path)),
     }
     try:
+        if _PARKED and _PARKED[0].parked:  # the activation waits, and it hardly needs the host's cores
+            return jobs[kind]()
         return _run_when_idle(jobs[kind])
     finally:
         _publish(block, number)
+
+
+def make_parkable(worker: Any) -> None:
+    """Put the weights that a GPU worker has just loaded where they can be parked from.
+
+    To be called before anything keeps their addresses: compiled code, captured graphs.
+    """
+    import torch
+    from vllm.model_executor.offloader import NoopOffloader, get_offloader
+
+    if not isinstance(get_offloader(), NoopOffloader):
+        return  # part of them is in host memory, under addresses of the device
+    gc.collect()  # views that nobody needs any more would keep a weight where it is
+    index = torch.cuda.current_device()
+
+    def make_range(nbytes: int) -> PageDriver:
+        return make_own_range(max(1, -(-nbytes // PARK_PAGE_BYTES)), PARK_PAGE_BYTES, index)
+
+    weights = (p for _, p in _weights(worker) if p.is_cuda)
+    _PARKED[:] = [ParkedWeights(weights, make_range, pin_memory=True, trim=torch.cuda.empty_cache)]
+    logger.info("coserve: deactivation moves %.2f GiB of weights to host memory", _PARKED[0].nbytes / 2**30)
 
 
 def begin_pull(worker: Any, number: int, source: dict[str, Any]) -> None:
@@ -85,6 +117,9 @@ _PULLER = Puller(Replica(), _when_idle)
 
 
 def _publish(block: ControlBlock, number: int) -> None:
+    if _PARKED:
+        block.set(Word.PARKED_BYTES, _PARKED[0].nbytes)
+        block.set(Word.PARK_NS, int(_PARKED[0].took_s * 1e9))
     block.set(Word.WEIGHTS_JOB_DONE, number)
     block.ring(Bell.ROLLOUT_CORE)
 
@@ -109,12 +144,10 @@ def _run_when_idle(job: Callable[[], str]) -> str:
 
 
 def _weights(worker: Any) -> Iterator[tuple[str, Any]]:
-    seen: set[int] = set()
+    """Names and parameters whose memory is worth freeing."""
     for name, parameter in worker.model_runner.get_model().named_parameters():
-        storage = parameter.untyped_storage()
-        if id(parameter) not in seen and storage.nbytes() >= _FREED_FROM_BYTES:
-            seen.add(id(parameter))
-            yield name, storage
+        if parameter.untyped_storage().nbytes() >= _FREED_FROM_BYTES:
+            yield name, parameter
 
 
 def _can_reload(worker: Any) -> bool:
@@ -129,17 +162,12 @@ def _reload(worker: Any, **source: Any) -> None:
 
 
 def _free(worker: Any) -> str:
-    model = worker.model_runner.get_model()
-    if not _can_reload(worker):
-        return f"weights of --load-format {worker.vllm_config.load_config.load_format} cannot be loaded again: kept"
-    sizes = {}
-    for name, storage in _weights(worker):
-        sizes[name] = storage.nbytes()
-        storage.resize_(0)  # shapes and Python objects stay, for reload_weights
-    for module in model.modules():
-        if "cpu_linear" in vars(module):  # a closure over the packed copy of the weight
-            module.cpu_linear = None
-    setattr(model, _SIZES, sizes)
+    not_parked = _PARKED[0].park() if _PARKED else "weights are not parked in host memory here"
+    if not_parked:
+        if not _can_reload(worker):
+            load_format = worker.vllm_config.load_config.load_format
+            return f"{not_parked}, and those of --load-format {load_format} cannot be loaded again: kept"
+        _drop(worker, not_parked)
     if _PULLER.lock.acquire(blocking=False):  # else a pull is under way, which needs the copy
         _PULLER.replica.drop()
         stop_forwarding()
@@ -149,25 +177,47 @@ def _free(worker: Any) -> str:
     return ""
 
 
+def _drop(worker: Any, why: str) -> None:
+    """Free what will be loaded again."""
+    if _PARKED:
+        logger.warning("coserve: %s; they are loaded again on activation", why)
+        _PARKED[0].drop()
+        return
+    model, sizes = worker.model_runner.get_model(), {}
+    for name, parameter in _weights(worker):
+        storage = parameter.untyped_storage()
+        sizes[name] = storage.nbytes()
+        storage.resize_(0)  # shapes and Python objects stay, for reload_weights
+    for module in model.modules():
+        if "cpu_linear" in vars(module):  # a closure over the packed copy of the weight
+            module.cpu_linear = None
+    setattr(model, _SIZES, sizes)
+
+
 def _restore(worker: Any) -> str:
-    model = worker.model_runner.get_model()
-    sizes: dict[str, int] = getattr(model, _SIZES, {})
-    if sizes:
+    if _PARKED:
+        parked = _PARKED[0].parked
+        _PARKED[0].restore()
+        if parked:
+            return ""
+    else:
+        model = worker.model_runner.get_model()
+        sizes: dict[str, int] = getattr(model, _SIZES)
         for name, parameter in model.named_parameters():
             if name in sizes:
                 parameter.untyped_storage().resize_(sizes[name])
         delattr(model, _SIZES)
-        if not _RELAYED:
+    if not _RELAYED:
+        _reload(worker)
+        return ""
+    with _PULLER.lock:
+        try:
+            _RELAYED[0].bring(_PULLER.replica, known_shapes(worker.vllm_config.model_config.model))
+        except Exception as exc:  # recovery: the relay ended with its RL job; those of the folder are still there
+            _RELAYED.clear()
             _reload(worker)
-            return ""
-        with _PULLER.lock:
-            try:
-                _RELAYED[0].bring(_PULLER.replica, known_shapes(worker.vllm_config.model_config.model))
-            except Exception as exc:  # recovery: the relay ended with its RL job; those of the folder are still there
-                _RELAYED.clear()
-                _reload(worker)
-                return f"the weights in use before are not to be had any more ({exc})"
-            _reload(worker, weights_iterator=_PULLER.replica.tensors.items())
+            return f"the weights in use before are not to be had any more ({exc})"
+        _reload(worker, weights_iterator=_PULLER.replica.tensors.items())
     return ""
 
 

@@ -29,7 +29,7 @@ class Pages(Protocol):
 
     page_bytes: int
     num_pages: int
-    fresh: bool  # memory comes anew with each mapping, and may hold anything
+    fresh: bool  # memory comes anew with each mapping, and must be zeroed: it may hold anything
 
     def take(self, page: int) -> Any:
         """A handle to map the page with."""
@@ -99,11 +99,14 @@ class SharedPages:
 class BudgetPages:
     """Memory that is made with each mapping and goes with it. See `Pages`."""
 
-    fresh = True
+    def __init__(self, device: Device, num_pages: int, page_bytes: int, fresh: bool = True) -> None:
+        """`fresh`: False where whoever maps a page writes all of it before anything reads it.
 
-    def __init__(self, device: Device, num_pages: int, page_bytes: int) -> None:
-        """Raises ConfigurationError when the page size does not fit the device."""
+        Raises:
+            ConfigurationError: the page size does not fit the device.
+        """
         device.check_page_bytes(page_bytes, shareable=False)
+        self.fresh = fresh
         self.page_bytes, self.num_pages = page_bytes, num_pages
         self._device, self._prop = device, device.allocation(shareable=False)
 

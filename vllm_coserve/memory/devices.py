@@ -81,6 +81,20 @@ def make_eraser(context: Context, pool_pages: int, page_bytes: int, index: int =
     return NoEraser() if cuda.pages.fresh else CudaEraser(cuda.device, cuda.pages)
 
 
+def make_own_range(num_pages: int, page_bytes: int, index: int = 0, api: Any = None) -> PageDriver:
+    """A range of a GPU's addresses under which this process maps memory of its own, none of any pool.
+
+    Arguments and errors as for `make_driver`. Which page is mapped where makes no difference. What is mapped holds
+    anything: zeroing it would be work for the device, at a moment when that may be the other engine's.
+    """
+    from vllm_coserve.memory.cuda import CudaDriver
+    from vllm_coserve.memory.cuda_calls import Device
+    from vllm_coserve.memory.cuda_pages import BudgetPages
+
+    device = Device(index, api)
+    return CudaDriver(device, BudgetPages(device, num_pages, page_bytes, fresh=False), num_pages)
+
+
 def kept_slots(geometry: Geometry, device: str) -> int:
     """How many first slots have memory of the engine's own: on CUDA those under vLLM's placeholder block.
 
