@@ -315,7 +315,11 @@ class Rollout(Engine):
         if seq != self.granted_seq:
             self.granted_seq = seq
             leaving = {p for _, pages in self._pending for p in pages}
-            unknown = [p for p in self.ledger.granted() if p not in self.held and p not in leaving]
+            unknown = [
+                p
+                for p in RolloutLedger(self.world.block.owners).newly_granted()
+                if p not in self.held and p not in leaving
+            ]
             fresh = self.ledger.newly_granted()
             assert fresh == unknown
             self.held.update(fresh)

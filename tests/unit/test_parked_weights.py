@@ -1,9 +1,9 @@
 """Weights that go to host memory and come back: the same bits at the same addresses, or an error that ends it all."""
 
-import concurrent.futures
 import contextlib
 import gc
 import os
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -15,7 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from tests.unit.fake_cuda import GRANULARITY, FakeCuda
 from vllm_coserve.control.block import ControlBlock
 from vllm_coserve.control.words import Word
-from vllm_coserve.engine import parked_weights, rollout_weights, worker_weights
+from vllm_coserve.engine import install, parked_weights, rollout_weights, worker_weights
 from vllm_coserve.engine.host_memory import spare_host_bytes
 from vllm_coserve.engine.parked_weights import ParkedWeights
 from vllm_coserve.engine.rollout_weights import WeightsKeeper
@@ -242,8 +242,6 @@ def test_memory_of_a_gpus_own_range_goes_when_it_is_unmapped():
 
 @pytest.fixture
 def block(monkeypatch):
-    from vllm_coserve.engine import install
-
     made = ControlBlock.create(4, 2 << 20)[0]
     monkeypatch.setattr(install, "installed_block", lambda: made)
     monkeypatch.setattr(worker_weights, "_when_idle", lambda: None)
@@ -256,7 +254,8 @@ def _worker(**weights):
     for name, data in weights.items():
         model.register_parameter(name, torch.nn.Parameter(data, requires_grad=False))
     config = SimpleNamespace(load_config=SimpleNamespace(load_format="dummy"))
-    return SimpleNamespace(model_runner=SimpleNamespace(get_model=lambda: model), vllm_config=config)
+    runner = SimpleNamespace(get_model=lambda: model)
+    return SimpleNamespace(model_runner=runner, vllm_config=config, device=torch.device("cpu"))
 
 
 def _gpu(worker, spare_bytes=_PLENTY):
@@ -266,17 +265,26 @@ def _gpu(worker, spare_bytes=_PLENTY):
     return worker_weights._PARKED[0]
 
 
+def _do(worker, number, kind, path):
+    block = install.installed_block()
+    worker_weights.begin_job(worker, number, kind, path)
+    deadline = time.monotonic() + 20
+    while block.get(Word.WEIGHTS_JOB_DONE) != number and time.monotonic() < deadline:
+        time.sleep(0.001)
+    return worker_weights.job_result(worker, number)
+
+
 def test_a_gpus_weights_are_parked_whatever_their_loader(block, monkeypatch):
     monkeypatch.setattr(worker_weights, "_can_reload", lambda worker: False)
     worker = _worker(large=torch.randn(40_000), small=torch.randn(8))
     model = worker.model_runner.get_model()
     bits = {n: _bits(p).clone() for n, p in model.named_parameters()}
     parked = _gpu(worker)
-    assert worker_weights.run_job(worker, 1, "free", "") == ""
+    assert _do(worker, 1, "free", "") == ""
     assert block.get(Word.WEIGHTS_JOB_DONE) == 1 and not parked._range.mapped
     assert block.get(Word.PARKED_BYTES) == parked.nbytes == 3 * _PAGE and block.get(Word.PARK_NS) > 0
     assert torch.equal(_bits(model.small), bits["small"]), "it has never gone"
-    assert worker_weights.run_job(worker, 2, "restore", "") == ""
+    assert _do(worker, 2, "restore", "") == ""
     assert all(torch.equal(_bits(p), bits[n]) for n, p in model.named_parameters())
 
 
@@ -292,13 +300,13 @@ def test_without_room_on_the_host_they_are_loaded_again_where_that_can_be(block,
 
     monkeypatch.setattr(worker_weights, "_reload", reload)
     monkeypatch.setattr(worker_weights, "_can_reload", lambda worker: False)
-    kept = worker_weights.run_job(worker, 1, "free", "")
+    kept = _do(worker, 1, "free", "")
     assert "do not fit the host's memory" in kept and "--load-format dummy cannot be loaded again: kept" in kept
     assert parked._range.mapped
     monkeypatch.setattr(worker_weights, "_can_reload", lambda worker: True)
-    assert worker_weights.run_job(worker, 2, "free", "") == ""
+    assert _do(worker, 2, "free", "") == ""
     assert not parked._range.mapped
-    assert worker_weights.run_job(worker, 3, "restore", "") == ""
+    assert _do(worker, 3, "restore", "") == ""
     assert loaded and torch.equal(weight, new) and weight.data_ptr() == address
 
 
@@ -308,12 +316,19 @@ def test_a_cpus_weights_are_loaded_again(block, monkeypatch):
     new = torch.randn(40_000)
     monkeypatch.setattr(worker_weights, "_reload", lambda worker: model.large.copy_(new))
     monkeypatch.setattr(worker_weights, "_can_reload", lambda worker: False)
-    assert "dummy cannot be loaded again: kept" in worker_weights.run_job(worker, 1, "free", "")
+    assert "dummy cannot be loaded again: kept" in _do(worker, 1, "free", "")
     monkeypatch.setattr(worker_weights, "_can_reload", lambda worker: True)
-    assert worker_weights.run_job(worker, 2, "free", "") == ""
+    assert _do(worker, 2, "free", "") == ""
     assert not model.large.untyped_storage().nbytes() and model.small.untyped_storage().nbytes()
-    assert worker_weights.run_job(worker, 3, "restore", "") == ""
+    assert _do(worker, 3, "restore", "") == ""
     assert torch.equal(model.large, new) and not block.get(Word.PARKED_BYTES)
+
+
+def _until_ended(keeper):
+    deadline = time.monotonic() + 20
+    while keeper.busy and time.monotonic() < deadline:
+        keeper.poll()
+        time.sleep(0.001)
 
 
 def test_a_copy_that_fails_ends_the_engine(block, monkeypatch):
@@ -321,13 +336,8 @@ def test_a_copy_that_fails_ends_the_engine(block, monkeypatch):
     worker, ended = _worker(large=torch.randn(40_000)), []
     parked = _gpu(worker)
 
-    def collective_rpc(function, args, non_block):
-        answer = concurrent.futures.Future()
-        try:
-            answer.set_result([function(worker, *args)])
-        except Exception as exc:
-            answer.set_exception(exc)
-        return answer
+    def collective_rpc(function, args, non_block=False):
+        return [function(worker, *args)]
 
     def end_engine(why):
         ended.append(why)
@@ -340,12 +350,12 @@ def test_a_copy_that_fails_ends_the_engine(block, monkeypatch):
     keeper = WeightsKeeper(block, lambda: None)
     keeper.attach(core)
     keeper.free()
-    keeper.poll()
+    _until_ended(keeper)
     assert not keeper.loaded and not keeper.busy and not ended
     parked._range.fails = True
     keeper.restore()
     with contextlib.suppress(SystemExit):
-        keeper.poll()
+        _until_ended(keeper)
     assert ended == ["weights job 'restore' failed and left weights that cannot be trusted: no memory"]
 
 

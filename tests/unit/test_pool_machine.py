@@ -279,7 +279,9 @@ def test_a_kill_after_any_store_loses_no_page_and_the_next_rollout_works(make_wo
         assert world.block.owners.tolist().count(Owner.SERVING) == world.serving.slots.num_mapped
         world.death_is_noticed()
         world.tick()
-        assert set(world.rollout.driver.mapped) <= set(RolloutLedger(world.block.owners).granted()), "still mapped"
+        assert set(world.rollout.driver.mapped) <= set(RolloutLedger(world.block.owners).newly_granted()), (
+            "still mapped"
+        )
         world.last_process_goes()
         world.tick()
         assert world.ledger.count(Owner.ROLLOUT) == 0

@@ -6,7 +6,7 @@ import contextlib
 import os
 import select
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from vllm_coserve.api.errors import ConfigurationError
 
@@ -60,6 +60,14 @@ def device_index(context: Context) -> int:
     import torch
 
     return torch.cuda.current_device()
+
+
+def use_device_of(worker: Any) -> None:
+    """Have this thread compute where a worker does: CUDA's current device is a matter of each thread."""
+    if worker.device.type == "cuda":
+        import torch
+
+        torch.cuda.set_device(worker.device)
 
 
 def wait_for_device(context: Context) -> None:

@@ -28,7 +28,6 @@ class _Job:
     answer: Future[str] = field(default_factory=Future)
     number: int = 0
     since_s: float = 0.0
-    rpc: Any = None
 
 
 @dataclass(slots=True)
@@ -135,14 +134,14 @@ class WeightsKeeper:
         if not self._queue:
             return
         job = self._queue[0]
-        if job.rpc is None:
-            from vllm_coserve.engine.worker_weights import run_job
+        if not job.number:
+            from vllm_coserve.engine.worker_weights import begin_job
 
             self._number += 1
             job.number, job.since_s = self._number, time.monotonic()
             self._block.set(Word.WEIGHTS_JOB, job.number)
             args = (job.number, job.kind, job.path)
-            job.rpc = self._core.model_executor.collective_rpc(run_job, args=args, non_block=True)
+            self._core.model_executor.collective_rpc(begin_job, args=args, non_block=True)
             return
         if self._block.get(Word.WEIGHTS_JOB_DONE) != job.number:
             if time.monotonic() - job.since_s > JOB_BOUND_S:
@@ -152,8 +151,10 @@ class WeightsKeeper:
         self._finish(job)
 
     def _finish(self, job: _Job) -> None:
+        from vllm_coserve.engine.worker_weights import job_result
+
         try:
-            wrong = job.rpc.result()[0]
+            (wrong,) = self._core.model_executor.collective_rpc(job_result, args=(job.number,))
         except Exception as exc:  # recovery: the supervisor starts a new engine, with the weights of the model folder
             _end_engine(f"weights job '{job.kind}' failed and left weights that cannot be trusted: {exc}")
         self._block.set(Word.LOAD_NS, int((time.monotonic() - job.since_s) * 1e9))

@@ -2,7 +2,7 @@
 
 On a GPU they wait in host memory (`parked_weights`). On a CPU device, which has no other memory, they are loaded again.
 
-Functions of this module run in the rollout worker, between two steps (`collective_rpc`).
+Functions of this module run in the rollout worker (`collective_rpc`), and no step does while a job is under way.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Any
 from vllm_coserve.control.block import ControlBlock
 from vllm_coserve.control.words import Bell, Word
 from vllm_coserve.engine.checkpoint import difference, known_shapes, repack_embeddings
+from vllm_coserve.engine.device import use_device_of
 from vllm_coserve.engine.parked_weights import PARK_PAGE_BYTES, ParkedWeights
 from vllm_coserve.engine.relayed_weights import NEWER, Puller, RelayedWeights
 from vllm_coserve.memory.devices import make_own_range
@@ -34,35 +35,54 @@ _SCHED_IDLE = getattr(os, "SCHED_IDLE", 5)
 _RELAYED: list[RelayedWeights] = []  # the weights in use, where they came from a relay
 _PULLS: dict[int, int] = {}  # the puller's numbers by the engine core's; the last one only
 _PARKED: list[ParkedWeights] = []  # the model's, on a GPU
+_RESULTS: dict[int, str | BaseException] = {}  # of the last job
 _SIZES = "coserve_weight_bytes"  # attribute of the model while its weights are freed
 
 
-def run_job(worker: Any, number: int, kind: str, path: str) -> str:
-    """Do one job on the worker's weights; returns "" or what went wrong, in which case the old weights are in use.
+def begin_job(worker: Any, number: int, kind: str, path: str) -> None:
+    """Begin one job on the worker's weights, on a thread: the caller may be the engine core's own, which goes on.
 
-    For "restore" that means: those of the folder that was loaded last are.
-
-    It raises when the weights can no longer be trusted: the rollout engine must end then.
+    `Word.WEIGHTS_JOB_DONE` is set to `number` when it has ended, well or not; `job_result` tells which.
 
     Args:
         worker: vLLM's worker.
-        number: published as `Word.WEIGHTS_JOB_DONE` when the job has ended.
+        number: of the job.
         kind: "free", "restore", "load" or "apply".
         path: folder of a Hugging Face checkpoint, for "load"; number of the pull, for "apply".
     """
     from vllm_coserve.engine.install import installed_block
 
-    block = installed_block()
+    args = (installed_block(), worker, number, kind, path)
+    threading.Thread(target=_run_job, args=args, name="coserve-weights", daemon=True).start()
+
+
+def job_result(worker: Any, number: int) -> str:
+    """Of a job that has ended: "", or what went wrong, in which case the old weights are in use.
+
+    For "restore" that means: those of the folder that was loaded last are. It raises when the weights can no longer be
+    trusted: the rollout engine must end then.
+    """
+    result = _RESULTS.pop(number)
+    if isinstance(result, BaseException):
+        raise result
+    return result
+
+
+def _run_job(block: ControlBlock, worker: Any, number: int, kind: str, path: str) -> None:
     jobs: dict[str, Callable[[], str]] = {
         "free": lambda: _free(worker),
         "restore": lambda: _restore(worker),
         "load": lambda: _load(worker, path),
         "apply": lambda: _apply(worker, int(path)),
     }
+    use_device_of(worker)
+    if not (_PARKED and _PARKED[0].parked):  # else the activation waits, and it hardly needs the host's cores
+        _when_idle()
+    _RESULTS.clear()
     try:
-        if _PARKED and _PARKED[0].parked:  # the activation waits, and it hardly needs the host's cores
-            return jobs[kind]()
-        return _run_when_idle(jobs[kind])
+        _RESULTS[number] = jobs[kind]()
+    except BaseException as exc:  # recovery: raised again where the result is asked for
+        _RESULTS[number] = exc
     finally:
         _publish(block, number)
 
@@ -122,25 +142,6 @@ def _publish(block: ControlBlock, number: int) -> None:
         block.set(Word.PARK_NS, int(_PARKED[0].took_s * 1e9))
     block.set(Word.WEIGHTS_JOB_DONE, number)
     block.ring(Bell.ROLLOUT_CORE)
-
-
-def _run_when_idle(job: Callable[[], str]) -> str:
-    """Run a job on a thread that gets the device only while nobody else wants it (CPU devices: SCHED_IDLE)."""
-    result: list[str | BaseException] = []
-
-    def run() -> None:
-        _when_idle()
-        try:
-            result.append(job())
-        except BaseException as exc:  # recovery: raised again on the caller's thread
-            result.append(exc)
-
-    thread = threading.Thread(target=run, name="coserve-weights")
-    thread.start()
-    thread.join()
-    if isinstance(result[0], BaseException):
-        raise result[0]
-    return result[0]
 
 
 def _weights(worker: Any) -> Iterator[tuple[str, Any]]:

@@ -123,12 +123,8 @@ class RolloutLedger:
         self._owners = owners
         self._known = np.zeros(owners.size, dtype=bool)  # seen by `newly_granted` and not put since
 
-    def granted(self) -> list[int]:
-        """All pages that are the rollout's now, mapped or not."""
-        return _in_state(self._owners, Owner.ROLLOUT).tolist()
-
     def newly_granted(self) -> list[int]:
-        """Those of `granted` that no call before has returned, or that were put and granted again since."""
+        """The rollout's pages that no call before has returned, or that were put and granted again since."""
         fresh = np.flatnonzero((self._owners == np.uint8(Owner.ROLLOUT)) & ~self._known)
         self._known[fresh] = True
         return fresh.tolist()
