@@ -361,8 +361,7 @@ class Rollout(Engine):
         """Indexes of requests, the highest first, so that they can be taken out one by one."""
         candidates = []
         for i, request in enumerate(self.requests):
-            on_slot = Counter(s for b in request for s in self.slots.geometry.slots_of(b))
-            candidates.append(Candidate(str(i), on_slot, 16 * len(request)))
+            candidates.append(Candidate(str(i), self.slots.geometry.count_on_slots(request), 16 * len(request)))
         return sorted(map(int, choose_victims(candidates, self.slots.used, need)), reverse=True)
 
     def _deactivate(self, worker_answers):

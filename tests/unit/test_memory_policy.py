@@ -115,6 +115,28 @@ def test_victims_free_enough_where_that_is_possible(maps, need):
     freed = sum(1 for s in range(8) if used[s] and not left[s])
     assert freed >= min(need, sum(1 for u in used if u))
     assert len(set(chosen)) == len(chosen)
+    assert chosen == _chosen_one_by_one(candidates, used, need)
+
+
+def _chosen_one_by_one(candidates, used, need):
+    """What `choose_victims` is to choose."""
+    left, remaining, chosen, freed = dict(enumerate(used)), list(candidates), [], set()
+    while remaining and len(freed) < need:
+
+        def score(c):
+            here = {s: n for s, n in c.blocks_on_slot.items() if left[s] > 0}
+            exclusive = sum(n >= left[s] for s, n in here.items())
+            work = c.computed_tokens + 1
+            return min(exclusive, need - len(freed)) / work, round(sum(n / left[s] for s, n in here.items()) / work, 9)
+
+        best = max(remaining, key=score)
+        remaining.remove(best)
+        chosen.append(best.request_id)
+        for slot, n in best.blocks_on_slot.items():
+            left[slot] -= n
+            if left[slot] <= 0:
+                freed.add(slot)
+    return chosen
 
 
 _mode_moves = st.tuples(

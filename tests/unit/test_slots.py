@@ -1,5 +1,7 @@
 """Geometry of blocks over pages, and the slot table against a naive model."""
 
+from collections import Counter
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -23,6 +25,12 @@ def test_blocks_and_slots_agree_with_brute_force(block_bytes, page_bytes, slots)
 def test_bad_sizes_are_refused():
     with pytest.raises(ValueError):
         Geometry(0, 1, 1)
+
+
+@given(st.integers(1, 40), st.integers(1, 32), st.lists(st.integers(0, 30), unique=True))
+def test_blocks_are_counted_on_every_slot_they_touch(block_bytes, page_bytes, blocks):
+    geometry = Geometry(block_bytes, page_bytes, 2000)
+    assert geometry.count_on_slots(blocks) == Counter(s for b in blocks for s in geometry.slots_of(b))
 
 
 def slots_looked_for_one_by_one(table, count):

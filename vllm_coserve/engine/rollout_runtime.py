@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -311,11 +310,9 @@ class RolloutRuntime(CoreRuntime):
         candidates = []
         for request in self.scheduler.running:
             blocks = [b for group in self.scheduler.kv_cache_manager.get_block_ids(request.request_id) for b in group]
-            on_slot: dict[int, int] = defaultdict(int)
-            for block in blocks:
-                for slot in geometry.slots_of(block):
-                    on_slot[slot] += 1
-            candidates.append(Candidate(request.request_id, dict(on_slot), request.num_computed_tokens))
+            candidates.append(
+                Candidate(request.request_id, geometry.count_on_slots(blocks), request.num_computed_tokens)
+            )
         return choose_victims(candidates, self.pool.slots.used, need)
 
     def _deactivate(self) -> None:

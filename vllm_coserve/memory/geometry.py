@@ -6,7 +6,10 @@ A block is `block_bytes` long (all layers, the stride of the block-outermost lay
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +39,15 @@ class Geometry:
         start = slot * self.page_bytes
         last = (start + self.page_bytes - 1) // self.block_bytes
         return range(start // self.block_bytes, min(last + 1, self.num_blocks))
+
+    def count_on_slots(self, blocks: Sequence[int]) -> dict[int, int]:
+        """How many of these blocks touch each slot that any of them touches."""
+        start = np.asarray(blocks, dtype=np.int64) * self.block_bytes
+        first, last = start // self.page_bytes, (start + self.block_bytes - 1) // self.page_bytes
+        widest = (self.block_bytes - 2) // self.page_bytes + 2  # slots under a block at most
+        touched = np.concatenate([(first + i)[first + i <= last] for i in range(widest)])
+        slots, counts = np.unique(touched, return_counts=True)
+        return dict(zip(slots.tolist(), counts.tolist(), strict=True))
 
     def pages_for(self, blocks: int) -> int:
         """Pages that so many neighbouring blocks need at most."""
