@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import random
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +20,7 @@ from vllm_coserve.weights.publisher import Publisher
 from vllm_coserve.weights.relay import Relay
 from vllm_coserve.weights.relay_client import RelayClient
 from vllm_coserve.weights.replica import Replica
-from vllm_coserve.weights.sharding import Region
+from vllm_coserve.weights.sharding import Region, whole
 from vllm_coserve.weights.store import Contents, CorruptError, Manifest, RelayError, Release
 
 Weights = dict[str, torch.Tensor]
@@ -333,3 +335,50 @@ def test_other_tensors_than_before_are_refused(client: RelayClient) -> None:
     with pytest.raises(ValueError, match="after 40"):
         publisher.publish(40, weights.items())
         publisher.publish(40, weights.items())
+
+
+class _Forgetful(RelayClient):
+    """Is told that the relay has nothing of what it asks for."""
+
+    def holds(self, releases: Sequence[Release]) -> bool:
+        return False
+
+
+@pytest.mark.parametrize("forgetful", [0, 1])
+def test_what_one_rank_finds_missing_all_ranks_put_whole(client: RelayClient, forgetful: int) -> None:
+    weights, version, wait = _weights(), 1, threading.Barrier(2)
+    parts: list[Any] = [None] * 2
+    well = [True] * 2
+    clients = [RelayClient(client.host), RelayClient(client.host)]
+
+    def publisher_of(rank: int) -> Publisher:
+        def gather(part: Any) -> Any:
+            parts[rank] = part
+            wait.wait(20)
+            return list(parts) if rank == 0 else None
+
+        def agree(so: bool) -> bool:
+            well[rank] = so
+            wait.wait(20)
+            both = all(well)
+            wait.wait(20)
+            return both
+
+        def cut(name: str, shape: tuple[int, ...]) -> list[Region]:
+            return [whole(shape)] if sorted(weights).index(name) % 2 == rank else []
+
+        return Publisher(clients[rank], 50, 4000, cut, gather=gather, agree=agree, lineage="ranks")
+
+    publishers, replica = [publisher_of(0), publisher_of(1)], Replica()
+    for version, made in ((1, [Release(1)]), (2, [Release(2, 1)]), (3, [Release(3)])):
+        if version == 3:
+            publishers[forgetful]._store = _Forgetful(client.host)
+        with concurrent.futures.ThreadPoolExecutor(2) as threads:
+            done = [threads.submit(p.publish, version, weights.items()) for p in publishers]
+            assert [d.result(30) for d in done] == [made, made]
+        replica.advance(client, version, _any)
+        assert replica.version == version and _same(replica, weights)
+        weights = _trained(weights, version)
+    for rank in range(2):
+        clients[rank].close()
+        publishers[rank]._store.close()
