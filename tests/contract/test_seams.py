@@ -74,8 +74,8 @@ def test_scheduler_attributes_are_set_in_its_constructor():
         assert f"self.{name}" in source
 
 
-def _python(code: str) -> str:
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=110, check=False)
+def _python(code: str, *args: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code, *args], capture_output=True, text=True, timeout=110, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout
 
@@ -98,6 +98,31 @@ def test_an_engine_that_shares_its_cores_naps(monkeypatch):
     )
     name, seconds = out.strip().splitlines()[-1].split()
     assert name == "nap" and 2e-6 < float(seconds) < 2e-3
+
+
+_GROUPS = """
+import os, sys
+from pathlib import Path
+from vllm.distributed import parallel_state as groups
+from vllm.utils.network_utils import get_open_port
+if sys.argv[1] == "shared":
+    from vllm_coserve.engine.process_groups import share_groups_of_a_single_rank
+    share_groups_of_a_single_rank()
+from vllm.config import VllmConfig, set_current_vllm_config
+with set_current_vllm_config(VllmConfig()):
+    for again in range(2):
+        groups.init_distributed_environment(1, 0, f"tcp://127.0.0.1:{get_open_port()}", 0, "gloo")
+        groups.initialize_model_parallel(1, 1)
+        names = [t.read_text().strip() for t in Path("/proc/self/task").glob("*/comm")]
+        print(names.count("gloo_tcp_loop"), groups.get_tp_group().world_size)
+        groups.destroy_model_parallel()
+        groups.destroy_distributed_environment()
+"""
+
+
+def test_a_single_rank_has_one_group_for_all_purposes():
+    plain, shared = (_python(_GROUPS, how).split() for how in ("plain", "shared"))
+    assert int(plain[0]) > 6 and shared == ["2", "1"] * 2  # the default group's thread, and one
 
 
 def test_a_patch_is_applied_once():

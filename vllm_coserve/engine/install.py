@@ -14,6 +14,7 @@ from vllm_coserve.control.words import Word
 from vllm_coserve.engine.core_runtime import KIND_WORKER, SIDE_ROLLOUT, SIDE_SERVING, CoreRuntime, logger
 from vllm_coserve.engine.device import wait_for_device
 from vllm_coserve.engine.gpu_pool import check_pool_fits
+from vllm_coserve.engine.process_groups import share_groups_of_a_single_rank
 from vllm_coserve.engine.refusals import told_to_the_user
 from vllm_coserve.engine.seams import add_method, patch
 from vllm_coserve.engine.worker_hooks import TorchWithKvTensor, WorkerRuntime
@@ -172,6 +173,8 @@ def _install_worker(process: _Process) -> None:
 
         return supported_kv_cache_layouts
 
+    if process.context.device == "cpu":
+        share_groups_of_a_single_rank()
     patch("kv_alloc_v1", allocate_with)
     patch("kv_alloc_v2", allocate_with)
     patch("worker_step", execute_after_sync)

@@ -176,6 +176,14 @@ SEAMS: dict[str, Seam] = {
         ("self", "scheduler_output"),
         "maps what the scheduler counts on before the step, and samples in the same call",
     ),
+    "new_group": Seam(
+        "torch.distributed",
+        "new_group",
+        None,
+        "a dozen process groups of a single rank, each with a thread that polls, take 1.5 % of a core from the other",
+        "vLLM makes none for a single rank, or Gloo's threads sleep",
+    ),
+    "destroy_group": Seam("torch.distributed", "destroy_process_group", ("group",), "the other end of `new_group`"),
     "count_greater": Seam(
         "vllm.v1.sample.sampler",
         "batched_count_greater_than",
