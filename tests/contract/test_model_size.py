@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.gpu.engines import MODELS
+from tests.gpu.models import MODELS
 from vllm_coserve.api.config import parse_config
 from vllm_coserve.api.errors import ConfigurationError
 from vllm_coserve.engine.model_size import engine_facts, rollout_args
