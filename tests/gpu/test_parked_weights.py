@@ -77,7 +77,7 @@ def test_a_captured_graph_computes_the_same_with_weights_that_have_come_back(wei
 
 
 def test_they_come_back_at_the_speed_of_the_bus(weights):
-    """The issue's bound, with the copy's own bandwidth measured beside it."""
+    """At most 1.5 x what a copy of as many bytes takes, which is measured beside it."""
     parked = _park(weights)
     host = torch.empty(1 << 30, dtype=torch.int8, pin_memory=True)
     device = torch.empty(1 << 30, dtype=torch.int8, device="cuda")
