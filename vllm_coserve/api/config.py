@@ -93,6 +93,11 @@ class CoserveConfig(BaseModel):
         return self
 
     @property
+    def gated(self) -> bool:
+        """False with `--coserve-policy none`: both engines compute whenever they like."""
+        return self.policy != "none"
+
+    @property
     def rollout_argv(self) -> list[str]:
         """`rollout_args` split as a shell splits words."""
         return shlex.split(self.rollout_args)

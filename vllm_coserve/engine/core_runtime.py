@@ -52,11 +52,6 @@ class CoreRuntime:
         self._latency_cache: LatencyCache | None = None
         self.stopping = threading.Event()
 
-    @property
-    def gated(self) -> bool:
-        """False with `--coserve-policy none`: both engines compute whenever they like."""
-        return self.config.policy != "none"
-
     # ---- start-up, in the order in which vLLM gets there
 
     def kv_capacity_bytes(self) -> int:

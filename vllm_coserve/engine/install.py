@@ -96,7 +96,7 @@ def installed_block() -> ControlBlock:
 def _install_queues(process: _Process) -> None:
     from vllm_coserve.engine.queues import futex_condition_class, nap
 
-    words, gated = process.block.words, process.context.config.policy != "none"
+    words, gated = process.block.words, process.context.config.gated
 
     def rollout_is_off() -> bool:
         # The worker waits on the device, where nobody else is between two rollout steps. The engine core waits on the

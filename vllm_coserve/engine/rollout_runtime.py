@@ -106,7 +106,7 @@ class RolloutRuntime(CoreRuntime):
 
     def enter_turn(self) -> Turn | None:
         """Wait briefly for leave to step; None: look after messages and come again."""
-        if not self.gated:
+        if not self.config.gated:
             return Turn(True, self.config.chunk_tokens)
         if not self.block.get(Word.ROLLOUT_READY):  # profiling at start-up: through the gate, with a guess
             return self.gate.enter(0.2, _TURN_WAIT_S)
@@ -177,7 +177,7 @@ class RolloutRuntime(CoreRuntime):
     def after_device(self, scheduler_output: Any) -> None:
         """The worker has answered."""
         start_ns, end_ns = self.clock.end(self.block.get(Word.ROLLOUT_STEP_SINCE_NS) if self.in_turn else 0)
-        if self.gated:
+        if self.config.gated:
             self.clock.learn(start_ns, end_ns)
         self.end_turn()
         if self.clock.tokens:

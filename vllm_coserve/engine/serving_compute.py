@@ -51,11 +51,6 @@ class ServingCompute:
         self._scheduled: Any = None  # the step that is being sent, until it is read
         self._ended: tuple[int, int, bool] | None = None  # the step before (start, end, to learn), until it is noted
 
-    @property
-    def gated(self) -> bool:
-        """False with `--coserve-policy none`: both engines compute whenever they like."""
-        return self._config.policy != "none"
-
     def on_arrival(self) -> None:
         """A request is being decoded from the socket. Input thread."""
         self._gate.raise_flag()
@@ -63,7 +58,7 @@ class ServingCompute:
     def on_idle(self, wants_seen: int) -> None:
         """Nothing to do: open the gate. `wants_seen`: SERVING_WANTS, read before the caller found that."""
         self.after_send()
-        if self.gated and not self._gate.is_open:
+        if self._config.gated and not self._gate.is_open:
             if self._granted:
                 self._note_grant(self._gate.end_grant())
             chunk = idle_chunk_tokens(self._offer(), self._slo, max_chunk_tokens=self._config.chunk_tokens)
@@ -82,7 +77,7 @@ class ServingCompute:
         Returns:
             True when that took time: requests may have come in meanwhile, so look after them and come again.
         """
-        if not self.gated:
+        if not self._config.gated:
             return False
         if self._granted:
             used = self._gate.await_taken()
@@ -177,7 +172,7 @@ class ServingCompute:
     def after_schedule(self, scheduler_output: Any) -> None:
         """The step goes to the worker: whatever can wait until it is there, does."""
         self.after_send()  # where nobody has called it
-        if self.gated:
+        if self._config.gated:
             self._gate.sending()
         self._clock.start()
         self._scheduled = scheduler_output
@@ -202,7 +197,7 @@ class ServingCompute:
         if clock.shape.prefill_tokens:
             prefill_s = clock.model.prefill_work_s(clock.shape.prefill_tokens, clock.shape.prefill_context_tokens)
             self._interruption_s += _INTERRUPTION_WEIGHT * (prefill_s - self._interruption_s)
-        if self.gated and clock.tokens and self.rollout_has_requests():
+        if self._config.gated and clock.tokens and self.rollout_has_requests():
             self._grant_ahead(scheduled)
 
     def _grant_ahead(self, scheduled: Any) -> None:
@@ -225,7 +220,7 @@ class ServingCompute:
         start_ns, end_ns = self._clock.end(self._block.get(Word.SERVING_WAITED_UNTIL_NS))
         if self._clock.tokens:
             overlapped = self._overlapped or self._gate.rollout_is_stuck()
-            self._ended = start_ns, end_ns, self.gated and not overlapped
+            self._ended = start_ns, end_ns, self._config.gated and not overlapped
         if self.rollout_has_requests():
             self._follow(scheduler_output, end_ns / 1e9)
             self._learn_from_finished(scheduler_output)
