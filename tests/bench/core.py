@@ -6,7 +6,7 @@
 - pool: bookkeeping of pages and blocks at pools of 256 to 40,000 pages
 - gate: one-way hand-over between two processes, with an idle and a busy host core
 - reclaim: 1, 16 and 256 pages taken back at once from an engine that generates
-- overhead: TPOT with the plugin and an idle rollout against plain vLLM, batch 1, 8 and 32
+- overhead: a decode step with the plugin and an idle rollout against plain vLLM, batch 1, 8 and 32
 
 What the finished parts gave is written also when a later one fails.
 """
@@ -316,18 +316,14 @@ def _reclaim_table(part: dict[str, Any]) -> str:
 
 
 def _overhead_table(part: dict[str, Any]) -> str:
-    tpot = part["tpot_ms_p50"]
     rows = [
-        [
-            b,
-            f"{tpot['vllm'][b]:.2f}",
-            f"{tpot['pair'][b]:.2f}",
-            "{:.3f} ({:.3f}-{:.3f})".format(r, *part["ratio_quartiles"][b]),
-        ]
-        for b, r in part["ratio_pair_to_vllm"].items()
+        [b, *(f"{part['step_ms_p50'][server][b]:.2f}" for server in overhead.SERVERS)]
+        + ["{:.3f} ({:.3f}-{:.3f})".format(*part[ratio][b]) for ratio in ("ratio_pair_to_vllm", "ratio_vllm_to_vllm")]
+        for b in part["ratio_pair_to_vllm"]
     ]
-    head = ["batch", "plain vLLM", "pair, idle rollout", "ratio of neighbouring turns, median (quartiles)"]
-    return "TPOT P50 in ms:\n\n" + results.table(head, rows)
+    head = ["batch", "plain vLLM", "pair, idle rollout", "plain vLLM again", "pair / plain", "plain / plain"]
+    note = "Ratios are medians of those of neighbouring turns (quartiles).\n"
+    return "A decode step, P50 in ms:\n\n" + results.table(head, rows) + "\n" + note
 
 
 _TABLES = {

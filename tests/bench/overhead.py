@@ -1,14 +1,16 @@
-"""What the plugin costs serving while the rollout is idle: TPOT of plain vLLM and of a pair, in one run.
+"""What the plugin costs serving while the rollout is idle: a step of plain vLLM and of a pair, in one run.
 
-Both servers are pinned as in the demo: workers on core 0, everything else on core 1. They take turns of some seconds,
-with every process of the other one stopped, so that the machine's drift meets both alike. Each round starts both anew:
-where their memory lies makes some per cent of difference, also between two plain servers.
+All servers are pinned as in the demo: workers on core 0, everything else on core 1. They take turns of a second or
+two, with every process of the others stopped, so that the machine's drift meets all alike. Two plain servers take part:
+where a server's memory lies makes some per cent of difference from start to start, and the one over the other says how
+much of a ratio is that, and noise. Each round starts all of them anew.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import os
 import random
 import signal
@@ -26,41 +28,40 @@ from vllm_coserve.demo.phases import percentile
 from vllm_coserve.demo.servers import Pair, descendants, free_port, running_pair
 
 BATCHES = (1, 8, 32)
-_OUTPUT_TOKENS, _TURNS_A_ROUND = 150, 8
-_SETTLE_S = 0.3
+SERVERS = ("vllm", "pair", "vllm_again")
+_OUTPUT_TOKENS, _FIRST_GAPS, _TURNS_A_ROUND = 70, 10, 12
+_SETTLE_S = 0.2
 _POOL_GIB = 0.25
+
+Steps = dict[str, dict[int, list[float]]]  # server -> batch -> ms of a step in each turn
 
 
 @contextlib.contextmanager
-def _plain() -> Iterator[Pair]:
+def _plain(log: str) -> Iterator[Pair]:
     port = free_port()
     argv = [str(ensure_model(SERVING_SPEC, Path("out") / "models")), *machine.COMMON.split()]
     argv += ["--served-model-name=serving", "--host=127.0.0.1", f"--port={port}", "--max-num-batched-tokens=1024"]
     argv.append(f"--kv-cache-memory-bytes={int(_POOL_GIB * 2**30)}")
     machine.OUT.mkdir(parents=True, exist_ok=True)
-    with running_pair(argv, port, port, machine.OUT / "plain.log", lambda text: None) as pair:
+    with running_pair(argv, port, port, machine.OUT / log, lambda text: None) as pair:
         yield pair
 
 
-async def _tpots_ms(url: str, seed: int) -> dict[int, float]:
-    """Median TPOT in ms by batch size."""
-    out: dict[int, float] = {}
+async def _step_ms(url: str, batch: int, seed: int) -> float:
+    """Median time between two tokens of a request, while `batch` of them decode."""
     rng = random.Random(seed)
+    times: list[list[float]] = [[] for _ in range(batch)]
+    served = [Served(0.0) for _ in range(batch)]
+    prompts = [[rng.randrange(3, SERVING_SPEC.vocab) for _ in range(64)] for _ in range(batch)]
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=120)) as session:
-
-        async def batch_of(count: int, tokens: int) -> list[float]:
-            served = [Served(0.0) for _ in range(count)]
-            prompts = [[rng.randrange(3, SERVING_SPEC.vocab) for _ in range(64)] for _ in range(count)]
-            pairs = zip(prompts, served, strict=True)
-            await asyncio.gather(*(stream_one(session, url, "serving", p, tokens, s) for p, s in pairs))
-            if any(not s.ok for s in served):
-                raise RuntimeError(f"a request failed: {[s.error for s in served if s.error]}")
-            return [1e3 * s.tpot_s for s in served]
-
-        for batch in BATCHES:
-            await batch_of(batch, 8)  # warms up
-            out[batch] = percentile(await batch_of(batch, _OUTPUT_TOKENS), 50)
-    return out
+        requests = zip(prompts, served, times, strict=True)
+        await asyncio.gather(
+            *(stream_one(session, url, "serving", p, _OUTPUT_TOKENS, s, t.append) for p, s, t in requests)
+        )
+    if any(not s.ok for s in served):
+        raise RuntimeError(f"a request failed: {[s.error for s in served if s.error]}")
+    gaps = [1e3 * (b - a) for ts in times for a, b in itertools.pairwise(ts[_FIRST_GAPS:])]
+    return percentile(gaps, 50)
 
 
 def _signal(pair: Pair, number: int) -> None:
@@ -70,42 +71,52 @@ def _signal(pair: Pair, number: int) -> None:
 
 
 def measure(rounds: int) -> dict[str, Any]:
-    """Turns of plain vLLM and a pair, `rounds` times some each.
+    """Turns of two plain servers and a pair, `rounds` times some each.
 
-    The ratio is the median of those of neighbouring turns, which begin with each of them equally often.
+    A ratio is the median of those of neighbouring turns, of which each server begins equally often.
+    `ratio_pair_to_vllm` is over the mean of the two plain servers, `ratio_vllm_to_vllm` is the one over the other.
     """
-    turns: dict[str, list[dict[int, float]]] = {"vllm": [], "pair": []}
+    steps: Steps = {name: {b: [] for b in BATCHES} for name in SERVERS}
     for number in range(rounds):
-        _round(turns, number)
-    medians = {n: {str(b): percentile([t[b] for t in ts], 50) for b in BATCHES} for n, ts in turns.items()}
-    ratios = {b: [pair[b] / vllm[b] for pair, vllm in zip(turns["pair"], turns["vllm"], strict=True)] for b in BATCHES}
+        _round(steps, number)
+
+    def summary(of: dict[int, list[float]]) -> dict[str, Any]:
+        return {str(b): [percentile(values, q) for q in (50, 25, 75)] for b, values in of.items()}
+
+    plain = {b: list(zip(steps["vllm"][b], steps["vllm_again"][b], strict=True)) for b in BATCHES}
+    ratios = {b: [p / (sum(v) / 2) for p, v in zip(steps["pair"][b], plain[b], strict=True)] for b in BATCHES}
     return {
-        "tpot_ms_p50": medians,
-        "ratio_pair_to_vllm": {str(b): percentile(r, 50) for b, r in ratios.items()},
-        "ratio_quartiles": {str(b): [percentile(r, 25), percentile(r, 75)] for b, r in ratios.items()},
-        "turns": {n: [{str(b): v for b, v in t.items()} for t in ts] for n, ts in turns.items()},
+        "step_ms_p50": {n: {str(b): percentile(v, 50) for b, v in of.items()} for n, of in steps.items()},
+        "ratio_pair_to_vllm": summary(ratios),
+        "ratio_vllm_to_vllm": summary({b: [two / one for one, two in plain[b]] for b in BATCHES}),
+        "turns": {n: {str(b): v for b, v in of.items()} for n, of in steps.items()},
     }
 
 
-def _round(turns: dict[str, list[dict[int, float]]], number: int) -> None:
+def _round(steps: Steps, number: int) -> None:
     flags = ["--coserve-ttft-slo-ms=500", "--coserve-tpot-slo-ms=50"]
-    with _plain() as plain, machine.start(flags, "overhead.log", _POOL_GIB) as pair:
-        servers = {"vllm": plain, "pair": pair}
+    with (
+        _plain("plain.log") as plain,
+        machine.start(flags, "overhead.log", _POOL_GIB) as pair,
+        _plain("plain_again.log") as again,
+    ):
+        servers = dict(zip(SERVERS, (plain, pair, again), strict=True))
         # Plain vLLM waits in loops of sched_yield(), which keep processes of other sessions off a core for seconds on
         # some kernels (see docs/architecture.md): also this client, whose clock is what counts.
         with contextlib.suppress(PermissionError):
             os.sched_setscheduler(0, os.SCHED_RR | os.SCHED_RESET_ON_FORK, os.sched_param(1))
         try:
-            for name in servers:
-                asyncio.run(_tpots_ms(servers[name].serving_url, -1))
-            for i in range(_TURNS_A_ROUND):
-                for name in ("vllm", "pair") if i % 2 == 0 else ("pair", "vllm"):
+            for i, batch in itertools.product(range(-1, _TURNS_A_ROUND), BATCHES):  # the first turn warms up
+                for name in (*SERVERS[i % 3 :], *SERVERS[: i % 3]):
                     for other, server in servers.items():
                         _signal(server, signal.SIGCONT if other == name else signal.SIGSTOP)
                     time.sleep(_SETTLE_S)
-                    turns[name].append(asyncio.run(_tpots_ms(servers[name].serving_url, 100 * number + i)))
-                both = {b: round(turns["pair"][-1][b] / turns["vllm"][-1][b], 3) for b in BATCHES}
-                print(f"overhead, round {number}, turn {i}: {both}", flush=True)
+                    took_ms = asyncio.run(_step_ms(servers[name].serving_url, batch, 100 * number + i))
+                    if i >= 0:
+                        steps[name][batch].append(took_ms)
+                if i >= 0:
+                    last = ", ".join(f"{name} {steps[name][batch][-1]:.2f}" for name in SERVERS)
+                    print(f"overhead, round {number}, turn {i}, batch {batch}: {last} ms", flush=True)
         finally:
             for server in servers.values():
                 _signal(server, signal.SIGCONT)

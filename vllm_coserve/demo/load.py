@@ -50,9 +50,18 @@ def _connector() -> aiohttp.TCPConnector:
 
 
 async def stream_one(
-    session: aiohttp.ClientSession, url: str, model: str, prompt: Sequence[int], output_tokens: int, served: Served
+    session: aiohttp.ClientSession,
+    url: str,
+    model: str,
+    prompt: Sequence[int],
+    output_tokens: int,
+    served: Served,
+    on_chunk: Callable[[float], object] = lambda now_s: None,
 ) -> None:
-    """Send one request and time its tokens; errors are recorded, never raised."""
+    """Send one request and time its tokens; errors are recorded, never raised.
+
+    `on_chunk` is told when each part of the answer came, by `time.perf_counter`.
+    """
     body = {
         "model": model,
         "prompt": list(prompt),
@@ -80,6 +89,7 @@ async def stream_one(
                     served.error = line[6:206].decode(errors="replace")
                     return
                 last = time.perf_counter()
+                on_chunk(last)
                 chunks += 1
                 if chunks == 1:
                     first = last
