@@ -137,7 +137,7 @@ def part_kills(
         "errors": sorted({s.error for s in served if s.error}),
         "pages_usable_ms": summary([k["pages_usable_ms"] for k in kills]),
         "pages_leaked": sum(k["pages_leaked"] for k in kills),
-        "pages_missing": block.pool_pages - sum(states),
+        "pages_missing": block.all_pages - sum(states),
         "back_s": summary([k["back_s"] for k in kills]),
         "generation": status["generation"],
         "hook_faults": status["gate"]["faults"],

@@ -151,7 +151,7 @@ def _pages(block: ControlBlock) -> dict[str, int]:
     tables = np.concatenate([block.serving_table, block.rollout_table])
     mapped = tables[tables >= 0]
     return {
-        "pages_missing": block.pool_pages - owned,
+        "pages_missing": block.all_pages - owned,
         "pages_mapped_twice": int(mapped.size - np.unique(mapped).size),
         "serving_pages": int(np.count_nonzero(block.owners == Owner.SERVING)),
         "serving_table_pages": int(np.count_nonzero(block.serving_table >= 0)),

@@ -8,6 +8,7 @@ from tests.gpu.models import MODELS
 from vllm_coserve.api.config import parse_config
 from vllm_coserve.api.errors import ConfigurationError
 from vllm_coserve.engine.model_size import engine_facts, rollout_args
+from vllm_coserve.engine.preflight import weight_pages_of
 
 pytestmark = pytest.mark.contract
 
@@ -44,3 +45,10 @@ def test_the_rollouts_own_arguments_count():
 def test_a_model_that_nobody_knows_needs_the_flag(tmp_path, config):
     with pytest.raises(ConfigurationError, match="--coserve-pool-gib"):
         engine_facts(_folder(tmp_path / "m", **config), _arguments())
+
+
+def test_weight_pages_are_those_that_the_weights_would_fill(tmp_path):
+    folder = _folder(tmp_path / "m", **MODELS["qwen3-8b"])
+    assert weight_pages_of(parse_config({"rollout": folder})) == 2 * 8_190_735_360 // (2 << 20)
+    unknown = _folder(tmp_path / "n", model_type="nobodys")
+    assert weight_pages_of(parse_config({"rollout": unknown})) == 0

@@ -62,12 +62,12 @@ def costs() -> dict[str, dict[str, float]]:
     """Microseconds a page of each step, medians; by length of the run. `map_run` and `unmap_run` are the driver's."""
     from vllm_coserve.memory.cuda import CudaDriver, CudaEraser
     from vllm_coserve.memory.cuda_calls import Device
-    from vllm_coserve.memory.cuda_pages import make_pool
+    from vllm_coserve.memory.cuda_pages import SharedPages, make_pool
 
     device, count = Device(), max(_RUNS)
     pool = make_pool(device, count, _PAGE)
     driver, call = CudaDriver(device, pool, count), device.call
-    eraser = CudaEraser(device, pool) if not pool.fresh else None
+    eraser = CudaEraser(device, pool) if isinstance(pool, SharedPages) else None
     handles = [pool.take(page) for page in range(count)]
     at, out = driver.address, {}
 

@@ -10,7 +10,7 @@ from tests.unit.fake_cuda import GRANULARITY, FakeCuda
 from vllm_coserve.api.errors import ConfigurationError
 from vllm_coserve.memory.cuda import CudaDriver, CudaEraser
 from vllm_coserve.memory.cuda_calls import NOT_MAPPED, CudaCallError, Device
-from vllm_coserve.memory.cuda_pages import BudgetPages, SharedPages, make_pool
+from vllm_coserve.memory.cuda_pages import BudgetPages, SharedPages, WithWeightPages, make_pool
 from vllm_coserve.memory.handles import HandleServer, Offer
 
 _PAGES = 64
@@ -108,6 +108,26 @@ def test_budgets_take_and_give_memory_and_are_zero(device):
     assert free_bytes(device) >= before - 16 * PAGE, "unmapping alone gives the memory back"
     driver.close()
     pages.close()
+
+
+def test_weight_pages_have_memory_from_their_zeroing_to_their_discarding(device, pool):
+    pages = WithWeightPages(device, pool, _PAGES)
+    eraser, driver = CudaEraser(device, pages), CudaDriver(device, pages, 2 * _PAGES)
+    before = free_bytes(device)
+    eraser.zero(_PAGES, _PAGES)
+    assert before - free_bytes(device) >= _PAGES * PAGE
+    driver.map_run(3, _PAGES, _PAGES)
+    assert not any(read(device, driver.address + 3 * PAGE, _PAGES * PAGE))
+    fill(device, driver.address + 3 * PAGE, _PAGES * PAGE, 0xAB)
+    driver.unmap_run(3, _PAGES)
+    eraser.zero(_PAGES, 1)
+    driver.map_run(0, _PAGES, 2)
+    assert not any(read(device, driver.address, PAGE)) and read(device, driver.address + PAGE, 1) == b"\xab"
+    driver.unmap_run(0, 2)
+    eraser.discard(_PAGES, _PAGES)
+    assert free_bytes(device) >= before - 16 * PAGE
+    driver.close()
+    eraser.close()
 
 
 def test_a_pool_larger_than_the_device_keeps_nothing(device):

@@ -9,6 +9,7 @@ import shutil
 import signal
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ def _url(pair: RunningPair, path: str) -> str:
 
 
 def _post(pair: RunningPair, path: str, body: dict[str, Any]) -> requests.Response:
-    return requests.post(_url(pair, path), json=body, headers=bearer(), timeout=60)
+    return requests.post(_url(pair, path), json=body, headers=bearer(), timeout=90)
 
 
 def _events(pair: RunningPair, last_id: str | None = None, follow: bool = False) -> Iterator[dict[str, Any]]:
@@ -153,6 +154,51 @@ def test_deactivation_frees_the_weights_and_activation_brings_them_back(pair: Ru
     assert pair.complete(True, text, 16)["token_ids"][:4] == before["token_ids"][:4]
     kinds = [e["kind"] for e in _events(pair)]
     assert kinds.index("deactivate") < len(kinds) - 1 - kinds[::-1].index("activate")
+
+
+def test_serving_has_the_memory_of_a_deactivated_rollouts_weights(pair: RunningPair) -> None:
+    text = prompt(9, 64)
+    before = pair.complete(True, text, 16)
+    lasting = pair.coserve("GET", "status")["pages"]["pool"]
+    pages = pair.coserve("POST", "deactivate")["pages"]
+    wait_for("the weights' memory is lent", lambda: pair.coserve("GET", "status")["pages"]["from_weights"] >= 20, 10)
+    status = pair.coserve("GET", "status")["pages"]
+    assert status["pool"] == lasting + status["from_weights"] and pages["rollout"] == 0
+    held: list[int] = []
+    with ThreadPoolExecutor(25) as threads:
+        served = [(p, threads.submit(pair.complete, False, p, 64)) for p in (prompt(i, 900) for i in range(24))]
+
+        def serving_holds() -> int:
+            held.append(pair.coserve("GET", "status")["pages"]["serving"])
+            return held[-1]
+
+        wait_for("serving holds more than the pool was", lambda: serving_holds() > lasting, 60)
+        activation = threads.submit(_post, pair, "activate", {})
+        choices = [(p, f.result()) for p, f in served]
+        answer = activation.result()
+    assert all(len(c["token_ids"]) == 64 for _, c in choices)
+    assert answer.status_code == 200 and answer.json()["state"] == "active", answer.text
+    pages = answer.json()["pages"]
+    assert pages["pool"] == lasting and pages["from_weights"] == 0 and pages["serving"] <= lasting
+    for p, choice in choices[:2] + choices[-2:]:
+        assert greedy_gap(pair, False, p, choice) <= _TIE_NATS
+    wait_for("what serving used is forgotten", lambda: pair.coserve("GET", "status")["pages"]["budget"] > 4, 90)
+    assert pair.complete(True, text, 16)["token_ids"][:4] == before["token_ids"][:4]
+
+
+def test_a_rollout_killed_while_its_weights_memory_is_lent_comes_back(pair: RunningPair) -> None:
+    generation = pair.coserve("GET", "status")["generation"]
+    pair.coserve("POST", "deactivate")
+    wait_for("the weights' memory is lent", lambda: pair.coserve("GET", "status")["pages"]["from_weights"] >= 20, 10)
+    os.kill(pair.pid(True, "EngineCore"), signal.SIGKILL)
+
+    def lent_again() -> bool:
+        status = pair.coserve("GET", "status")
+        return status["generation"] > generation and status["pages"]["from_weights"] >= 20
+
+    wait_for("it is back, deactivated as before, and lends again", lent_again, 120)
+    assert pair.coserve("POST", "activate")["state"] == "active"
+    assert len(pair.complete(True, prompt(3, 64), 4)["token_ids"]) == 4
 
 
 def test_events_go_on_after_a_restart_of_the_sidecar(pair: RunningPair) -> None:

@@ -12,13 +12,13 @@ from vllm_coserve.control.block import WHO_ROLLOUT, WHO_SERVING
 from vllm_coserve.control.words import Bell, Word
 from vllm_coserve.engine.core_runtime import SIDE_ROLLOUT, SIDE_SERVING, CoreRuntime
 from vllm_coserve.engine.worker_hooks import WorkerRuntime
-from vllm_coserve.memory.ledger import Owner, RolloutLedger
+from vllm_coserve.memory.ledger import Owner, RolloutLedger, has_weight_pages
 from vllm_coserve.memory.mapper import TableMapper
 from vllm_coserve.memory.slots import SlotTable
 from vllm_coserve.policy.memory import MemoryConfig, headroom_pages, urgent_reclaim_to
 from vllm_coserve.policy.victims import Candidate, choose_victims
 
-PAGES, PAGE = 24, 4096
+PAGES, WEIGHT_PAGES, PAGE = 24, 5, 4096
 LEASE_S = 3.0
 CONFIG = MemoryConfig(reclaim_batch_pages=2)
 HEADROOM = headroom_pages(PAGES, CONFIG)
@@ -78,11 +78,9 @@ class RolloutsView:
 class Driver:
     """One worker's range. A mapped page counts as written to; a call may fail or be killed between two pages."""
 
-    num_slots = PAGES
-
-    def __init__(self, dirty, fuse):
-        self._dirty, self._fuse = dirty, fuse
-        self.slots = [-1] * PAGES
+    def __init__(self, dirty, fuse, num_slots):
+        self._dirty, self._fuse, self.num_slots = dirty, fuse, num_slots
+        self.slots = [-1] * num_slots
         self.fail_after: int | None = None  # pages until a call fails, once
         self.failures = 0
 
@@ -120,7 +118,7 @@ class Engine(CoreRuntime):
     def __init__(self, world, block, driver):
         super().__init__(SimpleNamespace(config=None), block)
         self.world, self.driver = world, driver
-        self.slots = SlotTable(world.geometry, clock=lambda: world.now_s)
+        self.slots = SlotTable(world.geometry(driver.num_slots), clock=lambda: world.now_s)
         self.requests: list[list[int]] = []
         self.references: Counter[int] = Counter()  # of blocks in use; prefixes are shared
         self.cached: dict[int, None] = {}  # in the order of eviction
@@ -229,10 +227,10 @@ class Engine(CoreRuntime):
         on_slot = {
             kind: Counter(s for b in blocks for s in geometry.slots_of(b)) for kind, blocks in enumerate((used, cached))
         }
-        for slot in range(PAGES):
+        for slot in range(geometry.num_slots):
             assert (slots.used[slot], slots.cached[slot]) == (on_slot[0][slot], on_slot[1][slot])
         idle = {s: t for s, t in self.idle_since.items() if not on_slot[0][s]}
-        assert set(slots.slots_to_give(PAGES)) == set(slots.idle_slots(-1.0)) == set(idle)
+        assert set(slots.slots_to_give(geometry.num_slots)) == set(slots.idle_slots(-1.0)) == set(idle)
         now_s = self.world.now_s
         assert set(slots.idle_slots(LEASE_S)) == {s for s, t in idle.items() if t < now_s - LEASE_S}
         assert slots.num_mapped == len(mapped)
@@ -267,6 +265,9 @@ class Serving(Engine):
             if self.answers:
                 world.rollout_does(lambda rollout: rollout.between_steps(True), world.kill_in_wait)
             pages += world.take(needed - len(pages), Owner.SERVING)
+        if len(pages) < needed:
+            world.seen["weight pages made"] += world.ledger.make_weight_pages(needed - len(pages))
+            pages += world.take(needed - len(pages), Owner.SERVING)
         if len(pages) < needed and self._pending and self.answers:
             self.sync()
             self.finish_releases()
@@ -281,6 +282,12 @@ class Serving(Engine):
             spare, self.spare = self.spare, []
             self.world.ledger.put(spare)
             self._release_later(self.drop(self.slots.slots_to_give(wanted - len(spare))))
+        if self.world.weight_pages_left:
+            self.world.seen["serving leaves weight pages"] += 1
+            spare, self.spare = self.spare, []
+            self.world.ledger.put(spare)
+            idle = [s for s, page in enumerate(self.slots.page_of) if page >= PAGES and not self.slots.used[s]]
+            self._release_later(self.drop(idle))
 
     def publish_usage(self):
         self.block.set(Word.SERVING_USED_PAGES, self.slots.num_used_slots)
@@ -330,7 +337,7 @@ class Rollout(Engine):
         if not block.get(Word.ACTIVE_WANTED):
             self._deactivate(worker_answers)
         elif block.get(Word.ROLLOUT_DEACTIVATED):
-            block.set(Word.ROLLOUT_DEACTIVATED, 0)
+            self._activate()
         if block.get(Word.RECLAIM_SEQ) != block.get(Word.RECLAIM_DONE_SEQ):
             self._meet_reclaim(worker_answers)
         self.finish_releases()
@@ -368,6 +375,7 @@ class Rollout(Engine):
         while self.requests:
             self.end_request(0, keep=1)
         if self.block.get(Word.ROLLOUT_DEACTIVATED) and not self.held:
+            self._lend_weight_pages()
             return
         self.granted_seq = -1
         self.look_for_pages()
@@ -377,7 +385,19 @@ class Rollout(Engine):
             self.sync()
         if not self.finish_releases() and not self.held:
             self.world.seen["deactivated"] += 1
+            self.world.weights_on_device = False
             self.block.set(Word.ROLLOUT_DEACTIVATED, 1)
+            self._lend_weight_pages()
+
+    def _lend_weight_pages(self):
+        self.world.seen["weight pages lent"] += bool(self.ledger.lend_weight_pages(PAGES, WEIGHT_PAGES))
+
+    def _activate(self):
+        if has_weight_pages(self.block.owners, PAGES):
+            self.world.weights_on_device = True
+            self.block.set(Word.ROLLOUT_DEACTIVATED, 0)
+        else:
+            self.world.seen["activation waits for memory"] += 1
 
     def _give_spare(self):
         spare, self.spare = self.spare, []

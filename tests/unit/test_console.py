@@ -33,6 +33,7 @@ _STATUS = {
     "step": 7,
     "pages": {
         "pool": 100,
+        "from_weights": 0,
         "free": 30,
         "serving": 40,
         "serving_cached": 15,

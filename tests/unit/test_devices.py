@@ -181,7 +181,7 @@ def test_the_worker_covers_its_range_until_the_first_table(block, tmp_path, monk
     api = FakeCuda()
     monkeypatch.setattr(devices, "_pool", None)
     monkeypatch.setattr(worker_hooks, "device_index", lambda context: 0)
-    monkeypatch.setattr(worker_hooks, "make_driver", lambda *args: make_driver(*args, api=api))
+    monkeypatch.setattr(worker_hooks, "make_driver", lambda *args, **kw: make_driver(*args, **kw, api=api))
     monkeypatch.setattr(worker_hooks, "int8_over", lambda *args: args)
     monkeypatch.setattr(worker_hooks.WorkerRuntime, "_follow", lambda self: None)
     context = SimpleNamespace(side="serving", device="cuda", pages_socket=str(tmp_path / "pages"))

@@ -124,16 +124,19 @@ def test_kv_memory_of_a_token_is_as_published():
 
 
 def test_the_footprint_and_the_activation_are_held_against_their_bars():
-    cycle = {"activate_s": 0.5, "same_tokens": True}
-    found = {"bound_s": 0.45, "cycles": [cycle, cycle | {"activate_s": 0.4}, cycle | {"same_tokens": False}]}
+    cycle = {"activate_s": 0.5, "same_tokens": True, "lent_bytes": 900}
+    in_time = cycle | {"activate_s": 0.4}
+    cycles = [cycle, in_time, cycle | {"same_tokens": False}, in_time | {"lent_bytes": 899}]
+    found = {"bound_s": 0.45, "weight_bytes": 1000, "cycles": cycles}
     found["footprint"] = {"back_when_killed_bytes": 2_100_000_000}
     assert [line.partition(":")[0] for line in activation.missed(found)] == [
         "cycle 1",
         "cycle 3",
         "cycle 3",
+        "cycle 4",
         "a deactivated engine holds 2.10 GB of the device",
     ]
-    assert activation.missed({"cycles": [cycle]}) == []
+    assert activation.missed({"weight_bytes": 1000, "cycles": [cycle]}) == []
 
 
 def test_memcheck_passes_only_with_a_summary_without_errors(monkeypatch, tmp_path):

@@ -1,6 +1,7 @@
 """The pair's metrics in both of vLLM's registry modes, and the dashboard and alerts over them."""
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -14,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from vllm_coserve.control.block import ControlBlock
 from vllm_coserve.control.words import Word
 from vllm_coserve.engine.metrics import CoserveCollector, with_collector, with_page
-from vllm_coserve.memory.ledger import Owner
+from vllm_coserve.memory.ledger import Owner, RolloutLedger, ServingLedger
 
 _DEPLOY = Path(__file__).parents[2] / "deploy"
 
@@ -68,6 +69,29 @@ def test_values_are_those_of_the_control_block(block):
     assert samples["coserve_reclaim_seconds_bucket", (("le", "0.005"),)] == 2
     assert samples["coserve_reclaim_seconds_count", ()] == 3
     assert samples["coserve_reclaim_seconds_sum", ()] == pytest.approx(9.0033)
+
+
+def test_the_pool_grows_by_weight_pages_only_while_serving_has_them():
+    block, fd = ControlBlock.create(16, 4096, weight_pages=6)
+    os.close(fd)
+    get = _one_process_registry(block)
+
+    def pool():
+        samples = _samples(get())
+        assert (
+            sum(v for (name, _), v in samples.items() if name == "coserve_pages") == samples["coserve_pool_pages", ()]
+        )
+        assert samples["coserve_headroom_pages", ()] == 4, "of what is there at any time"
+        return samples["coserve_pool_pages", ()], samples["coserve_weight_pages", ()]
+
+    assert pool() == (16, 0)
+    RolloutLedger(block.owners).lend_weight_pages(16, 4)
+    assert pool() == (20, 4)
+    ledger = ServingLedger(block.owners, lambda page, count: None, weight_pages=6)
+    ledger.withhold(False)
+    ledger.make_weight_pages(4)
+    assert ledger.take(20, Owner.SERVING) == list(range(20))
+    assert pool() == (20, 4)
 
 
 def test_the_page_follows_the_control_block(block):

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tests.unit.pool_engines import HEADROOM, LEASE_S, PAGES
-from tests.unit.pool_world import World
+from tests.unit.pool_world import ALL_PAGES, World
 from vllm_coserve.control.words import Word
-from vllm_coserve.memory.ledger import Owner, RolloutLedger
+from vllm_coserve.memory.ledger import Owner, RolloutLedger, has_weight_pages
 
 
 class PoolMachine(RuleBasedStateMachine):
@@ -121,7 +121,10 @@ class PoolMachine(RuleBasedStateMachine):
         self.world.last_process_goes()
         self.world.death_is_noticed()
         self.world.tick()
-        self.world.start_rollout()
+        if has_weight_pages(self.world.block.owners, PAGES):
+            self.world.start_rollout()
+        else:
+            self.world.seen["a start waits for memory"] += 1
 
     @rule()
     def serving_worker_maps(self):
@@ -247,6 +250,83 @@ def test_a_rollout_that_does_not_answer_costs_serving_nothing_it_has(make_world)
     world.serving.allocate(30, grow=True)
     world.check()
     assert len(world.serving.requests[0]) > 70
+    world.wind_up()
+
+
+def serving_on_weight_pages(world):
+    """The rollout is deactivated, and serving uses more than the pool has without the memory of its weights."""
+    world.block.set(Word.ACTIVE_WANTED, 0)
+    world.tick()
+    world.rollout.between_steps(True)
+    world.tick(ALL_PAGES)
+    world.serving.allocate(60, grow=False)
+    world.serving.allocate(50, grow=False)
+    world.serving.publish_usage()
+    world.serving.sync()
+    world.check()
+    assert world.ledger.count(Owner.SERVING) > PAGES
+    assert not world.weights_on_device
+
+
+def serving_is_asked(world):
+    """What the arbiter and serving's main thread do to have the weights' memory back."""
+    for _ in range(2):
+        world.tick()
+        world.serving.between_steps()
+        world.serving.sync()
+        world.serving.publish_usage()
+        world.check()
+    world.serving.between_steps()
+    world.tick()
+
+
+def test_weights_come_back_when_serving_can_do_without_their_memory(make_world):
+    world = make_world()
+    serving_on_weight_pages(world)
+    world.block.set(Word.ACTIVE_WANTED, 1)
+    serving_is_asked(world)
+    world.rollout.between_steps(True)
+    assert world.ledger.count(Owner.SERVING) > PAGES, "serving keeps what it uses"
+    assert not world.weights_on_device and world.seen["activation waits for memory"]
+    world.serving.end_request(1, keep=3)  # the one that came last has the last pages
+    world.serving.publish_usage()
+    serving_is_asked(world)
+    world.rollout.between_steps(True)
+    world.check()
+    assert world.weights_on_device and len(world.serving.requests) == 1
+    world.wind_up()
+
+
+def test_a_rollout_that_dies_while_its_weights_memory_is_lent_starts_when_it_is_back(make_world):
+    world = make_world()
+    serving_on_weight_pages(world)
+    world.rollout_does(lambda rollout: rollout.between_steps(True), 0)
+    world.death_is_noticed()
+    world.last_process_goes()
+    serving_is_asked(world)
+    assert not has_weight_pages(world.block.owners, PAGES)
+    while world.serving.requests:
+        world.serving.end_request(0, keep=3)
+    world.serving.publish_usage()
+    serving_is_asked(world)
+    world.start_rollout()
+    world.check()
+    world.wind_up()
+
+
+def test_a_revoked_activation_lends_the_memory_again(make_world):
+    world = make_world()
+    serving_on_weight_pages(world)
+    world.serving.end_request(1, keep=3)
+    world.serving.publish_usage()
+    world.block.set(Word.ACTIVE_WANTED, 1)
+    serving_is_asked(world)
+    assert has_weight_pages(world.block.owners, PAGES)
+    world.block.set(Word.ACTIVE_WANTED, 0)
+    world.tick()
+    world.rollout.between_steps(True)
+    world.check()
+    assert world.ledger.count(Owner.WEIGHTS) == 0
     world.wind_up()
 
 

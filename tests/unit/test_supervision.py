@@ -123,6 +123,7 @@ def test_models_that_do_not_fit_are_refused_before_they_are_loaded(tmp_path):
 def _runtime():
     runtime = CoreRuntime.__new__(CoreRuntime)
     runtime.block = ControlBlock.create(8, 4096)[0]
+    runtime._table = runtime.block.serving_table
     return runtime
 
 

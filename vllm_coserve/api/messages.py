@@ -13,6 +13,7 @@ class Pages(BaseModel):
     """Pages of the shared pool by owner."""
 
     pool: int
+    from_weights: int = Field(description="of these, pages in place of weights that deactivation has freed")
     free: int
     serving: int = Field(description="pages that serving holds, cached ones included")
     serving_cached: int = Field(description="of these, pages with nothing but unreferenced prefix cache")

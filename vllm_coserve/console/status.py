@@ -239,7 +239,8 @@ class _PageBar:
         yield legend
         mib = _NONE if p.page_bytes is None else p.page_bytes >> 20
         numbers = f"headroom {_text(p.headroom)}, rollout budget {_text(p.budget)}, most {_text(p.rollout_max)}"
-        yield Text(f"pool {_text(p.pool)} pages of {mib} MiB, {numbers}", "dim")
+        lent = f", {p.from_weights} of them in place of the rollout's weights" if p.from_weights else ""
+        yield Text(f"pool {_text(p.pool)} pages of {mib} MiB{lent}, {numbers}", "dim")
 
 
 def _figures(before: Look | None, now: Look) -> Table:

@@ -19,6 +19,7 @@ from vllm_coserve.api.errors import ContractError
 from vllm_coserve.control.events import EVENT_BYTES, EventRings
 from vllm_coserve.control.futex import futex_wait, futex_wake
 from vllm_coserve.control.words import Bell, Note, Word
+from vllm_coserve.memory.ledger import Owner
 
 _MAGIC = 0x76636F7365727631  # "vcoserv1"
 _HEADER_WORDS = 16
@@ -74,10 +75,13 @@ class ControlBlock:
     """A mapping of the control block; `create` in the owner, `attach` everywhere else.
 
     Attributes:
-        pool_pages: physical pages of the pool.
+        pool_pages: physical pages of the pool that are there at any time.
+        weight_pages: further ones, the last, in place of the rollout's weights: there while those are off the device.
+        all_pages: both.
         page_bytes: bytes of a page.
-        owners: uint8[pool_pages], see `memory.ledger`.
-        serving_table, rollout_table: int32[pool_pages], virtual slot to physical page, -1 when unmapped.
+        owners: uint8[all_pages], see `memory.ledger`.
+        serving_table, rollout_table: int32[all_pages] and int32[pool_pages], virtual slot to physical page, -1 when
+            unmapped.
     """
 
     def __init__(self, mm: mmap.mmap) -> None:
@@ -86,14 +90,15 @@ class ControlBlock:
         header = memoryview(mm)[: _HEADER_WORDS * 8].cast("q")
         if header[0] != _MAGIC:
             raise ContractError("the control block is not one of this version of vllm-coserve")
-        self.pool_pages, self.page_bytes = int(header[1]), int(header[2])
-        offsets = _layout(self.pool_pages)
+        self.pool_pages, self.page_bytes, self.weight_pages = (int(n) for n in header[1:4])
+        self.all_pages = self.pool_pages + self.weight_pages
+        offsets = _layout(self.pool_pages, self.weight_pages)
         self.words = memoryview(mm)[offsets["words"] : offsets["bells"]].cast("q")
         self._bells_offset = offsets["bells"]
         self._bells = memoryview(mm)[offsets["bells"] : offsets["members"]].cast("I")
         self._members = self._array(offsets["members"], np.int64, _MEMBERS * _MEMBER_WORDS).reshape(_MEMBERS, -1)
-        self.owners = self._array(offsets["owners"], np.uint8, self.pool_pages)
-        self.serving_table = self._array(offsets["serving_table"], np.int32, self.pool_pages)
+        self.owners = self._array(offsets["owners"], np.uint8, self.all_pages)
+        self.serving_table = self._array(offsets["serving_table"], np.int32, self.all_pages)
         self.rollout_table = self._array(offsets["rollout_table"], np.int32, self.pool_pages)
         rings = self._array(offsets["turns"], np.int64, 2 * (1 + RING_TURNS * 3))
         self._turn_rings = {WHO_SERVING: rings[: rings.size // 2], WHO_ROLLOUT: rings[rings.size // 2 :]}
@@ -107,18 +112,19 @@ class ControlBlock:
         return np.frombuffer(self._mm, dtype=dtype, count=count, offset=offset)
 
     @classmethod
-    def create(cls, pool_pages: int, page_bytes: int) -> tuple[ControlBlock, int]:
+    def create(cls, pool_pages: int, page_bytes: int, weight_pages: int = 0) -> tuple[ControlBlock, int]:
         """Make a fresh control block; returns it and its file descriptor, which the owner keeps open."""
         fd = os.memfd_create("coserve-control", os.MFD_CLOEXEC)
-        size = _layout(pool_pages)["size"]
+        size = _layout(pool_pages, weight_pages)["size"]
         os.ftruncate(fd, size)
         mm = mmap.mmap(fd, size)
         header = memoryview(mm)[: _HEADER_WORDS * 8].cast("q")
-        header[1], header[2] = pool_pages, page_bytes
+        header[1], header[2], header[3] = pool_pages, page_bytes, weight_pages
         header[0] = _MAGIC
         block = cls(mm)
         block.serving_table[:] = -1
         block.rollout_table[:] = -1
+        block.owners[pool_pages:] = Owner.WEIGHTS
         return block, fd
 
     @classmethod
@@ -238,14 +244,15 @@ class ControlBlock:
         return (self._reclaims[1 : 1 + n] / 1e6).tolist()
 
 
-def _layout(pool_pages: int) -> dict[str, int]:
+def _layout(pool_pages: int, weight_pages: int) -> dict[str, int]:
+    all_pages = pool_pages + weight_pages
     sizes = (
         ("header", _HEADER_WORDS * 8),
         ("words", _WORDS * 8),
         ("bells", (_BELLS + QUEUE_BELLS) * 4),
         ("members", _MEMBERS * _MEMBER_WORDS * 8),
-        ("owners", pool_pages),
-        ("serving_table", pool_pages * 4),
+        ("owners", all_pages),
+        ("serving_table", all_pages * 4),
         ("rollout_table", pool_pages * 4),
         ("turns", 2 * (1 + RING_TURNS * 3) * 8),
         ("reclaims", (1 + RING_RECLAIMS) * 8),

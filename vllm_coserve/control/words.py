@@ -77,6 +77,7 @@ class Word(IntEnum):
     WEIGHTS_PULL = auto()  # R: number of the last pull of weights from a relay that it has begun
     WEIGHTS_PULLED = auto()  # rollout worker: number of the last pull from a relay that it has ended
     PARKED_BYTES = auto()  # rollout worker: weights that deactivation moves to host memory; 0: they are loaded again
+    FREED_BYTES = auto()  # rollout worker: device memory that the last release of weights has freed
     PARK_NS = auto()  # rollout worker: how long the latest move took, to host memory or back
     LOAD_NS = auto()  # R: how long the latest activation or weight update took
     KV_BLOCK_BYTES = auto()  # R: size of one of its KV blocks

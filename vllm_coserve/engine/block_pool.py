@@ -42,12 +42,26 @@ class ElasticBlockPool(BlockPool):
         pager: Pager,
         group_by_request: bool,
         kept_slots: int = 0,
+        weight_pages: int = 0,
         **kwargs: object,
     ) -> None:
+        """Empty at first.
+
+        Args:
+            args: as vLLM gives them.
+            geometry: of blocks over the whole range.
+            pager: has the pages.
+            group_by_request: keep a request's blocks together, so that its end frees whole pages.
+            kept_slots: see `SlotTable`.
+            weight_pages: so many pages of the range are there at times only; usage is a share of the others.
+            kwargs: as vLLM gives them.
+        """
         super().__init__(*args, **kwargs)  # type: ignore[arg-type]
         self._pager = pager
         self._group = group_by_request
         self.slots = SlotTable(geometry, kept_slots)
+        lasting_bytes = (geometry.num_slots - weight_pages) * geometry.page_bytes
+        self._lasting_blocks = min(self.num_gpu_blocks, lasting_bytes // geometry.block_bytes)
         if self.num_gpu_blocks > geometry.num_blocks:
             raise ContractError(f"vLLM made {self.num_gpu_blocks} blocks, the pool has room for {geometry.num_blocks}")
         self.free_block_queue.popleft_n(self.free_block_queue.num_free_blocks)
@@ -137,8 +151,8 @@ class ElasticBlockPool(BlockPool):
         return self.free_block_queue.num_free_blocks
 
     def get_usage(self) -> float:
-        total = self.num_gpu_blocks - 1
-        return self.slots.num_used_blocks / total if total else 0.0
+        total = self._lasting_blocks - 1
+        return min(1.0, self.slots.num_used_blocks / total) if total > 0 else 0.0
 
     # ---- pages
 

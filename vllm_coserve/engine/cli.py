@@ -23,6 +23,7 @@ from vllm_coserve.engine.preflight import (
     DEFAULT_POOL_SHARE,
     PAGE_BYTES,
     preflight,
+    weight_pages_of,
 )
 from vllm_coserve.engine.seams import original, patch
 from vllm_coserve.engine.supervisor import EXIT_CONFIGURATION, GPU_SHARE_AT_START, Supervisor
@@ -140,14 +141,14 @@ def pair(args: argparse.Namespace, config: CoserveConfig) -> Iterator[Context]:
     from vllm_coserve.memory.host import create_pool
 
     device = device_type()
-    pool_pages = preflight(args, config, device)
-    block, control_fd = ControlBlock.create(pool_pages, PAGE_BYTES)
+    pool_pages, weight_pages = preflight(args, config, device), weight_pages_of(config)
+    block, control_fd = ControlBlock.create(pool_pages, PAGE_BYTES, weight_pages)
     context = Context(
         side="serving",
         owner_pid=os.getpid(),
         control_fd=control_fd,
         # On a GPU the engine core makes the pool, in the process that computes.
-        pool_fd=create_pool(pool_pages if device == "cpu" else 1, PAGE_BYTES),
+        pool_fd=create_pool(pool_pages, PAGE_BYTES, weight_pages) if device == "cpu" else create_pool(1, PAGE_BYTES),
         members_fd=os.memfd_create("coserve-members", os.MFD_CLOEXEC),
         rollout_port=config.rollout_port,
         serving_port=args.port or 8000,

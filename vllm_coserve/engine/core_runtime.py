@@ -55,8 +55,12 @@ class CoreRuntime:
     # ---- start-up, in the order in which vLLM gets there
 
     def kv_capacity_bytes(self) -> int:
-        """Virtual bytes of the KV range: each engine may come to hold the whole pool."""
+        """KV memory that vLLM may count on: each engine may come to hold the whole pool."""
         return self.block.pool_pages * self.block.page_bytes
+
+    def kv_range_bytes(self) -> int:
+        """Virtual bytes of the KV range: serving's has room for weight pages too, which come and go."""
+        return self._table.size * self.block.page_bytes
 
     def learn_geometry(self, kv_cache_config: Any) -> None:
         """Take the block stride from vLLM's KV cache configuration.
@@ -70,7 +74,7 @@ class CoreRuntime:
                 f"the model's KV cache mixes block sizes {sorted(strides)} and cannot share pages: choose a model in "
                 "which all layers use the same full attention"
             )
-        self.geometry = Geometry(strides.pop(), self.block.page_bytes, self.block.pool_pages)
+        self.geometry = Geometry(strides.pop(), self.block.page_bytes, self._table.size)
 
     def attach(self, core: Any) -> None:
         """The engine core is about to serve."""

@@ -1,8 +1,9 @@
-"""Memory of the host that a process can have without anything being swapped or killed for it."""
+"""Memory of the host: what a process has, and what it can have without anything being swapped or killed for it."""
 
 from __future__ import annotations
 
 import contextlib
+import mmap
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -27,3 +28,9 @@ def _left_by_limits(proc: Path, cgroups: Path) -> Iterator[int]:
                 stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
                 yield limit - used + sum(int(stat[f"{kind}active_file"]) for kind in ("", "in"))  # the page cache goes
             folder = folder.parent
+
+
+def resident_bytes() -> int:
+    """Memory of this process that is nobody else's too, as far as it is resident."""
+    _, resident, shared, *_ = Path("/proc/self/statm").read_text().split()
+    return (int(resident) - int(shared)) * mmap.PAGESIZE

@@ -201,6 +201,7 @@ def _install_memory(process: _Process) -> None:
                     raise ContractError(
                         "--coserve-rollout supports one device per engine: set --tensor-parallel-size 1"
                     )
+                configs = [_with_room_for_weight_pages(configs[0], process.core.kv_range_bytes(), vllm_config)]
                 process.core.learn_geometry(configs[0])
             return configs
 
@@ -217,6 +218,7 @@ def _install_memory(process: _Process) -> None:
                 pager=core,
                 group_by_request=process.side == SIDE_ROLLOUT,
                 kept_slots=kept_slots(core.geometry, process.context.device),
+                weight_pages=core.geometry.num_slots - process.block.pool_pages,
                 **kwargs,
             )
             return core.pool
@@ -236,6 +238,20 @@ def _install_memory(process: _Process) -> None:
     patch("kv_configs", virtual_capacity)
     patch("block_pool", elastic)
     patch("blocks_needed", pages_first)
+
+
+def _with_room_for_weight_pages(config: Any, range_bytes: int, vllm_config: Any) -> Any:
+    """A KV cache configuration over a whole range, of which vLLM has been told only what is there at any time.
+
+    So it refuses requests that would fit no more once the weight pages have gone.
+    """
+    from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups
+
+    if vllm_config.cache_config.num_gpu_blocks_override is not None:
+        return config
+    whole = get_kv_cache_config_from_groups(vllm_config, config.kv_cache_groups, range_bytes)
+    whole.kv_tp_replicas = config.kv_tp_replicas
+    return whole
 
 
 def _install_loop(process: _Process) -> None:

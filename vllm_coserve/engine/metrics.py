@@ -102,6 +102,7 @@ class CoserveCollector(Collector):
     def _pages(self) -> Iterator[Metric]:
         block = self._block
         # One pass: a page that changes hands meanwhile is counted once, so that the sum is the pool's size.
+        # Pages whose memory is that of the rollout's weights are none of the pool's now.
         owned = np.bincount(block.owners, minlength=len(Owner)).tolist()
         cached = min(block.get(Word.SERVING_CACHED_PAGES), owned[Owner.SERVING])
         pages = GaugeMetricFamily("coserve_pages", "Pages of the pool by owner and state", labels=["owner", "state"])
@@ -112,7 +113,12 @@ class CoserveCollector(Collector):
         pages.add_metric(["rollout", "held"], owned[Owner.ROLLOUT])
         yield pages
         headroom = headroom_pages(block.pool_pages, MemoryConfig(headroom_fraction=self._headroom))
-        yield GaugeMetricFamily("coserve_pool_pages", "Pages of the pool", value=block.pool_pages)
+        from_weights = block.weight_pages - owned[Owner.WEIGHTS]
+        all_now = block.pool_pages + from_weights
+        yield GaugeMetricFamily("coserve_pool_pages", "Pages of the pool", value=all_now)
+        yield GaugeMetricFamily(
+            "coserve_weight_pages", "Of these, pages in place of a deactivated rollout's weights", value=from_weights
+        )
         yield GaugeMetricFamily("coserve_headroom_pages", "Pages that are kept free for serving", value=headroom)
         yield GaugeMetricFamily("coserve_page_bytes", "Size of a page", value=block.page_bytes)
 

@@ -10,6 +10,7 @@ from vllm_coserve.api.config import CoserveConfig
 from vllm_coserve.api.errors import ConfigurationError
 from vllm_coserve.engine.device import device_memory_bytes
 from vllm_coserve.engine.gpu_pool import default_pool_bytes
+from vllm_coserve.engine.model_size import engine_facts, rollout_args
 from vllm_coserve.policy.memory import MemoryConfig, headroom_pages
 
 PAGE_BYTES = 2 << 20
@@ -38,6 +39,17 @@ def pool_size_pages(args: argparse.Namespace, config: CoserveConfig, device: str
             "raise --coserve-pool-gib"
         )
     return pages
+
+
+def weight_pages_of(config: CoserveConfig) -> int:
+    """Whole pages in the memory of the rollout's weights, which serving has while they are off the device; about.
+
+    0 where their size cannot be told before they are loaded: then the memory goes back to the device only.
+    """
+    try:
+        return engine_facts(config.rollout, rollout_args(config)).weight_bytes // PAGE_BYTES
+    except ConfigurationError:
+        return 0
 
 
 def pool_gib(args: argparse.Namespace, config: CoserveConfig, device: str = "cpu") -> float:

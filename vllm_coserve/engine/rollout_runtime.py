@@ -21,7 +21,7 @@ from vllm_coserve.engine.endings import (
 )
 from vllm_coserve.engine.rollout_weights import WeightsKeeper
 from vllm_coserve.engine.steps import step_shape
-from vllm_coserve.memory.ledger import RolloutLedger
+from vllm_coserve.memory.ledger import RolloutLedger, has_weight_pages
 from vllm_coserve.policy.latency import StepShape
 from vllm_coserve.policy.victims import Candidate, choose_victims
 
@@ -319,7 +319,9 @@ class RolloutRuntime(CoreRuntime):
         """Give everything back, KV and weights, and take no requests until activated again."""
         assert self.pool is not None
         self._endings.end(self.core, self.scheduler.requests, REASON_DEACTIVATED)
-        if self.block.get(Word.ROLLOUT_DEACTIVATED) and not self._held:
+        freeable = self.weights.busy or (self.weights.loaded and self.weights.can_free)
+        if self.block.get(Word.ROLLOUT_DEACTIVATED) and not self._held and not freeable:
+            self._lend_weight_pages()  # an activation may have taken them back, and then been revoked
             return
         if self._changing_since_s is None:
             self._changing_since_s = time.monotonic()
@@ -333,15 +335,26 @@ class RolloutRuntime(CoreRuntime):
             self.weights.free()
             return
         self._changed(EventKind.DEACTIVATE, 1)
+        self._lend_weight_pages()
+
+    def _lend_weight_pages(self) -> None:
+        """Have serving use the memory of freed weights; it sees to that only once it sees the engine deactivated."""
+        block = self.block
+        if self.weights.loaded or self.weights.busy:
+            return
+        count = min(block.weight_pages, block.get(Word.FREED_BYTES) // block.page_bytes)
+        if self.ledger.lend_weight_pages(block.pool_pages, count):
+            block.ring(Bell.ARBITER)
 
     def _activate(self) -> None:
-        """Bring the weights back and take requests again."""
+        """Bring the weights back, once serving has left their memory, and take requests again."""
         if self._changing_since_s is None:
             self._changing_since_s = time.monotonic()
         if self.weights.busy:
             return
         if not self.weights.loaded:
-            self.weights.restore()
+            if has_weight_pages(self.block.owners, self.block.pool_pages):
+                self.weights.restore()
             return
         self._changed(EventKind.ACTIVATE, 0)
 

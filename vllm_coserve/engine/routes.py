@@ -22,6 +22,7 @@ from vllm_coserve.engine.event_stream import EVENT_ID, parse_cursor, stream
 from vllm_coserve.engine.install import LOAD_WEIGHTS, PULL_WEIGHTS
 from vllm_coserve.engine.rollout_weights import PULL_BOUND_S
 from vllm_coserve.engine.status import read_status, read_turns
+from vllm_coserve.memory.ledger import has_weight_pages
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
 _CHANGE_BOUND_S = 60.0
 _WEIGHTS_BOUND_S = 120.0
+_MEMORY_IN_USE = ": serving's requests still use the memory of its weights, and it becomes active when they have ended"
 _ALIVE_S = 0.5
 _POLL_S = 0.01
 
@@ -205,6 +207,7 @@ async def _change(context: Context, block: ControlBlock, active: bool) -> Status
     deadline = time.monotonic() + _CHANGE_BOUND_S
     while block.get(Word.ROLLOUT_DEACTIVATED) == int(active):
         if time.monotonic() > deadline:
-            raise HTTPException(503, f"the rollout engine did not follow within {_CHANGE_BOUND_S:.0f} s")
+            why = "" if has_weight_pages(block.owners, block.pool_pages) else _MEMORY_IN_USE
+            raise HTTPException(503, f"the rollout engine did not follow within {_CHANGE_BOUND_S:.0f} s{why}")
         await asyncio.sleep(_POLL_S)
     return read_status(context, block)

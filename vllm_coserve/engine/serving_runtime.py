@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from vllm_coserve.api.context import Context
 from vllm_coserve.control.block import WHO_SERVING, ControlBlock
 from vllm_coserve.control.events import EventKind, Writer
@@ -20,6 +22,7 @@ from vllm_coserve.policy.memory import (
     MemoryConfig,
     MemoryFacts,
     MemoryPolicy,
+    can_spare_weight_pages,
     headroom_pages,
     serving_limit_pages,
     urgent_reclaim_to,
@@ -43,12 +46,18 @@ class ServingRuntime(CoreRuntime):
 
     def __init__(self, context: Context, block: ControlBlock) -> None:
         super().__init__(context, block)
-        self._eraser = make_eraser(context, block.pool_pages, block.page_bytes, device_index(context))
+        self._eraser = make_eraser(
+            context, block.pool_pages, block.page_bytes, device_index(context), weight_pages=block.weight_pages
+        )
         self._members_fd = context.open(context.members_fd)
-        self.ledger = ServingLedger(block.owners, self._eraser.zero)
+        self.ledger = ServingLedger(
+            block.owners, self._eraser.zero, weight_pages=block.weight_pages, discard=self._eraser.discard
+        )
         self.compute = ServingCompute(block, self.config, self.clock)
         self._memory_config = MemoryConfig(headroom_fraction=self.config.headroom, mode=self.config.memory)
         self._memory = MemoryPolicy(self._memory_config, block.pool_pages)
+        self._withholding = True  # weight pages: they are the rollout's weights', or on their way there
+        self._weight_pages_left = 0  # that serving has still to give back
         self._release_wanted = 0  # cached pages that the policy wants back from serving
         self._reclaim_since_ns = 0  # when the reclaim that is under way was asked for
         self._reclaim_from = 0  # pages the rollout held then
@@ -99,6 +108,11 @@ class ServingRuntime(CoreRuntime):
             if spare:
                 self.ledger.put(spare)
             self._release_later(pool.drop_slots(pool.slots_to_give(wanted - len(spare))))
+        if self._weight_pages_left and pool is not None:
+            self.ledger.put(pool.take_spare_pages())
+            with_them = np.flatnonzero(self._table >= self.block.pool_pages).tolist()
+            self._release_later(pool.drop_slots(s for s in with_them if not pool.slots.used[s]))
+            self.block.ring(Bell.ARBITER)
         self._publish_usage()
 
     def _publish_usage(self) -> None:
@@ -109,13 +123,17 @@ class ServingRuntime(CoreRuntime):
 
     def acquire_pages(self, wanted: int, needed: int) -> list[int]:
         """See `block_pool.Pager`: free pages at once; for what is needed beyond, the rollout must give."""
-        room = serving_limit_pages(self.block.pool_pages, self._memory_config) - self.ledger.count(Owner.SERVING)
+        limit = serving_limit_pages(self.block.pool_pages, self._memory_config) + self.block.weight_pages
+        room = limit - self.ledger.count(Owner.SERVING)
         wanted, needed = min(wanted, room), min(needed, room)
         pages = self.ledger.take(max(wanted, needed), Owner.SERVING)
         preemptive = self._memory_config.mode == "preemptive"
         if len(pages) < needed and preemptive and self.ledger.count(Owner.ROLLOUT):
             # Guarded, so that the pages taken above reach the pool whatever happens here.
             self.guarded("taking pages back", lambda: self._reclaim_now(needed - len(pages)))
+            pages += self.ledger.take(needed - len(pages), Owner.SERVING)
+        if len(pages) < needed and self.ledger.reserve_pages:
+            self.guarded("making weight pages", lambda: self.ledger.make_weight_pages(needed - len(pages)))
             pages += self.ledger.take(needed - len(pages), Owner.SERVING)
         if len(pages) < needed and self._pending:
             self.finish_releases(0.02)
@@ -137,6 +155,8 @@ class ServingRuntime(CoreRuntime):
 
     def _give_back(self, pages: list[int]) -> None:
         self.ledger.put(pages)
+        if self._weight_pages_left:
+            self.block.ring(Bell.ARBITER)
 
     # ---- memory, arbiter thread
 
@@ -154,7 +174,7 @@ class ServingRuntime(CoreRuntime):
         return MemoryFacts(
             now_s=time.monotonic(),
             pool_pages=self.block.pool_pages,
-            free_pages=self.ledger.free_pages,
+            free_pages=self.ledger.free_pages + self.ledger.reserve_pages,
             serving_used_pages=get(Word.SERVING_USED_PAGES),
             serving_cached_pages=get(Word.SERVING_CACHED_PAGES),
             rollout_pages=self.ledger.count(Owner.ROLLOUT),
@@ -168,6 +188,7 @@ class ServingRuntime(CoreRuntime):
         block = self.block
         block.set(Word.SERVING_HEARTBEAT_NS, time.monotonic_ns())
         self._clear_dead_generation()
+        self._share_weight_pages()
         facts = self._memory_facts()
         decision = self._memory.decide(facts)
         block.set(Word.BUDGET_PAGES, decision.budget_pages)
@@ -187,6 +208,26 @@ class ServingRuntime(CoreRuntime):
         elif self._pending:
             self.wake_main()
         self.ledger.clean_some(self.block.pool_pages, _CLEAN_S)
+        # Memory in place of weights is made ahead of need, and no more of it: all must go before they come back.
+        lacking = headroom_pages(block.pool_pages, self._memory_config) - self.ledger.free_pages
+        self.ledger.make_weight_pages(lacking)
+
+    def _share_weight_pages(self) -> None:
+        """Use the memory of a deactivated rollout's weights, and give it back when they are to come back.
+
+        A rollout engine that has died gets it back too: its successor starts by loading weights.
+        """
+        block, get = self.block, self.block.get
+        alive = get(Word.GENERATION) > get(Word.GENERATION_DEAD)
+        lent = alive and get(Word.ROLLOUT_DEACTIVATED) and not get(Word.ACTIVE_WANTED)
+        used, config = get(Word.SERVING_USED_PAGES), self._memory_config
+        self._withholding = not lent and can_spare_weight_pages(used, block.pool_pages, config, self._withholding)
+        before, self._weight_pages_left = self._weight_pages_left, self.ledger.withhold(self._withholding)
+        if self._weight_pages_left:
+            self.wake_main()
+        elif before:
+            block.ring(Bell.ROLLOUT_CORE)
+            block.ring(Bell.SUPERVISOR)
 
     def _lend(self, count: int) -> None:
         static = self._memory_config.mode == "static"

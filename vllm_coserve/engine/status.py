@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from vllm_coserve import __version__
 from vllm_coserve.api.context import Context
 from vllm_coserve.api.messages import (
@@ -20,6 +22,7 @@ from vllm_coserve.api.messages import (
 from vllm_coserve.control.block import WHO_ROLLOUT, WHO_SERVING, ControlBlock
 from vllm_coserve.control.registration import Registration
 from vllm_coserve.control.words import Note, Word
+from vllm_coserve.memory.ledger import Owner
 from vllm_coserve.policy.memory import MemoryConfig, headroom_pages
 
 
@@ -27,7 +30,8 @@ def read_status(context: Context, block: ControlBlock) -> Status:
     """The control block in words."""
     get, config = block.get, context.config
     holder = Registration(block, -1).holder()
-    owners = [int((block.owners == i).sum()) for i in range(4)]
+    owned = np.bincount(block.owners, minlength=len(Owner)).tolist()
+    from_weights = block.weight_pages - owned[Owner.WEIGHTS]
     return Status(
         version=__version__,
         state=sidecar_state(block),
@@ -35,11 +39,12 @@ def read_status(context: Context, block: ControlBlock) -> Status:
         generation=get(Word.GENERATION),
         step=get(Word.RL_STEP),
         pages=Pages(
-            pool=block.pool_pages,
-            free=owners[0] + owners[1],
-            serving=owners[2],
+            pool=block.pool_pages + from_weights,
+            from_weights=from_weights,
+            free=owned[Owner.FREE_DIRTY] + owned[Owner.FREE_CLEAN],
+            serving=owned[Owner.SERVING],
             serving_cached=get(Word.SERVING_CACHED_PAGES),
-            rollout=owners[3],
+            rollout=owned[Owner.ROLLOUT],
             rollout_max=get(Word.ROLLOUT_PAGES_MAX),
             budget=get(Word.BUDGET_PAGES),
             headroom=headroom_pages(block.pool_pages, MemoryConfig(headroom_fraction=config.headroom)),

@@ -22,6 +22,7 @@ from vllm_coserve.control.block import ControlBlock
 from vllm_coserve.control.events import EventKind, Writer
 from vllm_coserve.control.words import Bell, Word
 from vllm_coserve.engine.core_runtime import KIND_API, SIDE_ROLLOUT, SIDE_SERVING
+from vllm_coserve.memory.ledger import has_weight_pages
 
 logger = logging.getLogger("vllm.coserve")
 
@@ -86,6 +87,7 @@ class Supervisor:
                     backoff_s = _BACKOFF_FIRST_S
                 logger.warning("coserve: the rollout engine ended, starting it again in %.0f s", backoff_s)
                 self._stopping.wait(backoff_s)
+                self._await_weight_pages()
                 backoff_s = min(backoff_s * 2, _BACKOFF_MAX_S)
         finally:
             self._end_group()
@@ -171,6 +173,21 @@ class Supervisor:
                     "coserve: pages of rollout engine %d are still mapped, it is not started again", generation
                 )
                 self._kill_group()
+            block.wait(Bell.SUPERVISOR, seen, _POLL_S)
+
+    def _await_weight_pages(self) -> None:
+        """A successor loads its weights first, so it starts only once serving has left their memory.
+
+        Serving has it only where the rollout engine died while deactivated. The wait ends as in `_await_cleared`.
+        """
+        block, since_s, told = self._block, time.monotonic(), False
+        while not has_weight_pages(block.owners, block.pool_pages):
+            seen = block.bell(Bell.SUPERVISOR)
+            if self._stopping.is_set() or not block.get(Word.SERVING_READY):
+                return
+            if not told and time.monotonic() - since_s > _CLEAR_TIMEOUT_S:
+                told = True
+                logger.warning("coserve: the rollout engine starts again when serving has left its weights' memory")
             block.wait(Bell.SUPERVISOR, seen, _POLL_S)
 
     def _refuse_start(self) -> None:

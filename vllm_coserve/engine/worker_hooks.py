@@ -81,11 +81,11 @@ class WorkerRuntime:
         core writes the first table: vLLM's warm-up and graph capture touch blocks that no scheduler has given out.
 
         Raises:
-            ContractError: vLLM wants another size than the pool's virtual capacity, or asks twice.
+            ContractError: vLLM wants more than the range's virtual capacity, or asks twice.
         """
         import torch
 
-        capacity = self._block.pool_pages * self._block.page_bytes
+        capacity = self._table.size * self._block.page_bytes
         if self._mapper is not None or nbytes > capacity:
             raise ContractError(f"vLLM asked for a KV cache of {nbytes} bytes; the pool has {capacity}, for one tensor")
         if self._context.side == "rollout":
@@ -94,8 +94,9 @@ class WorkerRuntime:
             fcntl.flock(self._members_fd, fcntl.LOCK_SH)
         pool_pages, page_bytes = self._block.pool_pages, self._block.page_bytes
         device, index = self._context.device, device_index(self._context)
-        kept = kept_slots(Geometry(block_bytes, page_bytes, pool_pages), device)
-        driver = make_driver(self._context, pool_pages, page_bytes, index, kept)
+        kept = kept_slots(Geometry(block_bytes, page_bytes, self._table.size), device)
+        weight_pages = self._table.size - pool_pages  # none for the rollout
+        driver = make_driver(self._context, pool_pages, page_bytes, index, kept, weight_pages=weight_pages)
         if device == "cuda":
             driver.cover()
             self._uncover = driver.uncover

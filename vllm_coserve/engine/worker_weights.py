@@ -21,6 +21,7 @@ from vllm_coserve.control.block import ControlBlock
 from vllm_coserve.control.words import Bell, Word
 from vllm_coserve.engine.checkpoint import difference, known_shapes, repack_embeddings
 from vllm_coserve.engine.device import use_device_of
+from vllm_coserve.engine.host_memory import resident_bytes
 from vllm_coserve.engine.parked_weights import PARK_PAGE_BYTES, ParkedWeights
 from vllm_coserve.engine.relayed_weights import NEWER, Puller, RelayedWeights
 from vllm_coserve.memory.devices import make_own_range
@@ -35,6 +36,7 @@ _SCHED_IDLE = getattr(os, "SCHED_IDLE", 5)
 _RELAYED: list[RelayedWeights] = []  # the weights in use, where they came from a relay
 _PULLS: dict[int, int] = {}  # the puller's numbers by the engine core's; the last one only
 _PARKED: list[ParkedWeights] = []  # the model's, on a GPU
+_FREED_BYTES: list[int] = []  # of the device, by the last release
 _RESULTS: dict[int, str | BaseException] = {}  # of the last job
 _SIZES = "coserve_weight_bytes"  # attribute of the model while its weights are freed
 
@@ -137,6 +139,8 @@ _PULLER = Puller(Replica(), _when_idle)
 
 
 def _publish(block: ControlBlock, number: int) -> None:
+    if _FREED_BYTES:
+        block.set(Word.FREED_BYTES, _FREED_BYTES[0])
     if _PARKED:
         block.set(Word.PARKED_BYTES, _PARKED[0].nbytes)
         block.set(Word.PARK_NS, int(_PARKED[0].took_s * 1e9))
@@ -163,6 +167,7 @@ def _reload(worker: Any, **source: Any) -> None:
 
 
 def _free(worker: Any) -> str:
+    before_bytes = resident_bytes()
     not_parked = _PARKED[0].park() if _PARKED else "weights are not parked in host memory here"
     if not_parked:
         if not _can_reload(worker):
@@ -175,6 +180,8 @@ def _free(worker: Any) -> str:
         _PULLER.lock.release()
     gc.collect()
     _trim()
+    # On a CPU device weights are packed into objects that do not say how large they are.
+    _FREED_BYTES[:] = [_PARKED[0].nbytes if _PARKED else max(0, before_bytes - resident_bytes())]
     return ""
 
 

@@ -15,7 +15,7 @@ from enum import IntEnum
 from typing import Any
 
 from vllm_coserve.memory.cuda_calls import NOT_MAPPED, CudaCallError, Device
-from vllm_coserve.memory.cuda_pages import BudgetPages, Pages, SharedPages
+from vllm_coserve.memory.cuda_pages import BudgetPages, Pages, SharedPages, WithWeightPages
 
 
 class _Slot(IntEnum):
@@ -134,12 +134,14 @@ class CudaDriver:
             try:
                 self._map_one(at, handle)
             finally:
-                pages.mapped(handle)
+                pages.mapped(page, handle)
         self._allow(slot, len(wanted))
-        if pages.fresh:
+        fresh = range(max(wanted.start, pages.fresh.start), min(wanted.stop, pages.fresh.stop))
+        if fresh:
             if self._stream is None:
                 self._stream = self._device.low_priority_stream()
-            self._device.zero(self._at(slot), len(wanted) * self.page_bytes, self._stream)
+            at = self._at(slot + fresh.start - wanted.start)
+            self._device.zero(at, len(fresh) * self.page_bytes, self._stream)
 
     def _map_one(self, slot: int, handle: Any) -> None:
         self._slots[slot] = _Slot.UNKNOWN
@@ -188,26 +190,53 @@ class CudaEraser:
     """Zeroes free pages in place, through a mapping of the whole pool that no engine computes on.
 
     It works on a stream of the lowest priority and lets the GIL go while it waits, so a thread of the engine core can
-    zero while the core works. Budgets need none: their memory is zeroed when it is made.
+    zero while the core works. Budgets need none: their memory is zeroed when it is made. Weight pages get their memory
+    here, and lose it here.
     """
 
-    def __init__(self, device: Device, pages: SharedPages) -> None:
+    def __init__(self, device: Device, pages: SharedPages | WithWeightPages) -> None:
         """Raises CudaCallError when the pool cannot be mapped; nothing is kept then."""
         self._device, self._stream = device, None
-        self._range: CudaDriver | None = CudaDriver(device, pages, pages.num_pages)
+        self._weights = pages if isinstance(pages, WithWeightPages) else None
+        pool = pages.pool if isinstance(pages, WithWeightPages) else pages
+        self._pool_pages, self._first = pool.num_pages, pool.fresh.stop  # from the first one on pages are zeroed here
+        # What it has given to the device is done when it comes back, so nothing need be waited for.
+        self._range: CudaDriver | None = CudaDriver(device, pages, pages.num_pages, fence=lambda: None)
         try:
             self._stream = device.low_priority_stream()
-            self._range.map_run(0, 0, pages.num_pages)
+            if not pool.fresh:
+                self._range.map_run(0, 0, self._pool_pages)
         except BaseException:
             with contextlib.suppress(CudaCallError):
                 self.close()
             raise
 
     def zero(self, page: int, count: int = 1) -> None:
-        """Zero `count` consecutive pages; the caller knows that no engine maps them."""
+        """Zero `count` consecutive pages; the caller knows that no engine maps them.
+
+        Raises:
+            CudaCallError: the memory of a weight page cannot be had, among others.
+        """
         assert self._range is not None, "the eraser is closed"
-        at = self._range.address + page * self._range.page_bytes
-        self._device.zero(at, count * self._range.page_bytes, self._stream)
+        end = page + count
+        for weight_page in range(max(page, self._pool_pages), end):
+            if self._weights is not None and self._weights.make(weight_page):
+                try:
+                    self._range.map_run(weight_page, weight_page, 1)
+                except CudaCallError:
+                    self._weights.discard(weight_page)
+                    raise
+        page = max(page, self._first)
+        if page < end:
+            at = self._range.address + page * self._range.page_bytes
+            self._device.zero(at, (end - page) * self._range.page_bytes, self._stream)
+
+    def discard(self, page: int, count: int) -> None:
+        """Give the memory under weight pages back, which nobody maps."""
+        assert self._range is not None and self._weights is not None, "the eraser is closed, or there are none"
+        self._range.unmap_run(page, count)
+        for weight_page in range(page, page + count):
+            self._weights.discard(weight_page)
 
     def close(self) -> None:
         """Give the mapping back. After a CudaCallError it can be called again."""
@@ -223,6 +252,9 @@ class NoEraser:
     """For pages whose memory is new and zeroed each time they are mapped."""
 
     def zero(self, page: int, count: int = 1) -> None:
+        """Nothing is to be done."""
+
+    def discard(self, page: int, count: int) -> None:
         """Nothing is to be done."""
 
     def close(self) -> None:

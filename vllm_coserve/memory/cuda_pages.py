@@ -29,14 +29,14 @@ class Pages(Protocol):
 
     page_bytes: int
     num_pages: int
-    fresh: bool  # memory comes anew with each mapping, and must be zeroed: it may hold anything
+    fresh: range  # of these pages memory comes anew with each mapping, and must be zeroed: it may hold anything
 
     def take(self, page: int) -> Any:
         """A handle to map the page with."""
         ...
 
-    def mapped(self, handle: Any) -> None:
-        """The page is mapped, or mapping it has failed."""
+    def mapped(self, page: int, handle: Any) -> None:
+        """The page is mapped with this handle, or mapping it has failed."""
         ...
 
     def close(self) -> None:
@@ -47,10 +47,9 @@ class Pages(Protocol):
 class SharedPages:
     """Handles to all pages of a pool. See `Pages`."""
 
-    fresh = False
-
     def __init__(self, device: Device, handles: Sequence[Any], page_bytes: int) -> None:
         self.page_bytes, self.num_pages = page_bytes, len(handles)
+        self.fresh = range(0)
         self._device, self._handles = device, list(handles)
 
     @classmethod
@@ -88,7 +87,7 @@ class SharedPages:
     def take(self, page: int) -> Any:
         return self._handles[page]
 
-    def mapped(self, handle: Any) -> None:
+    def mapped(self, page: int, handle: Any) -> None:
         pass
 
     def close(self) -> None:
@@ -106,19 +105,62 @@ class BudgetPages:
             ConfigurationError: the page size does not fit the device.
         """
         device.check_page_bytes(page_bytes, shareable=False)
-        self.fresh = fresh
         self.page_bytes, self.num_pages = page_bytes, num_pages
+        self.fresh = range(num_pages if fresh else 0)
         self._device, self._prop = device, device.allocation(shareable=False)
 
     def take(self, page: int) -> Any:
         return self._device.call("cuMemCreate", self.page_bytes, self._prop, 0)
 
-    def mapped(self, handle: Any) -> None:
+    def mapped(self, page: int, handle: Any) -> None:
         # The mapping holds the memory from now on: unmapping alone gives it back.
         self._device.release(handle)
 
     def close(self) -> None:
         self._device.release()
+
+
+class WithWeightPages:
+    """The pages of a pool, and after them weight pages, for the pool's owner alone. See `Pages`.
+
+    A weight page has memory from `make` to `discard`, if the device has some: while it has the rollout's weights, it
+    has none to spare. What is mapped keeps its memory until it is unmapped.
+    """
+
+    def __init__(self, device: Device, pool: SharedPages | BudgetPages, weight_pages: int) -> None:
+        self.pool, self._device = pool, device
+        self.page_bytes, self.num_pages, self.fresh = pool.page_bytes, pool.num_pages + weight_pages, pool.fresh
+        self._prop = device.allocation(shareable=False)
+        self._handles: dict[int, Any] = {}
+
+    def make(self, page: int) -> bool:
+        """Get the memory of a weight page; False: it has some.
+
+        Raises:
+            CudaCallError: the device has none.
+        """
+        if page in self._handles:
+            return False
+        self._handles[page] = self._device.call("cuMemCreate", self.page_bytes, self._prop, 0)
+        return True
+
+    def discard(self, page: int) -> None:
+        """Give the memory of a weight page back, if it has some."""
+        handle = self._handles.pop(page, None)
+        if handle is not None:
+            self._device.release(handle)
+
+    def take(self, page: int) -> Any:
+        return self.pool.take(page) if page < self.pool.num_pages else self._handles[page]
+
+    def mapped(self, page: int, handle: Any) -> None:
+        if page < self.pool.num_pages:
+            self.pool.mapped(page, handle)
+
+    def close(self) -> None:
+        handles, self._handles = self._handles, {}
+        self._device.release(*handles.values())
+        self.pool.close()
 
 
 def import_page(device: Device, fd: int) -> Any:

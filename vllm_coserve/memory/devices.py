@@ -17,7 +17,7 @@ from vllm_coserve.memory.slots import NULL_BLOCK
 
 if TYPE_CHECKING:
     from vllm_coserve.memory.cuda_calls import Device
-    from vllm_coserve.memory.cuda_pages import BudgetPages, SharedPages
+    from vllm_coserve.memory.cuda_pages import BudgetPages, SharedPages, WithWeightPages
 
 _OWNER_WAIT_S = 1200.0  # for the serving engine to load its weights; a rollout engine that starts may have to
 
@@ -29,13 +29,23 @@ class Eraser(Protocol):
         """Zero `count` consecutive pages; the caller knows that no engine maps them. Any thread."""
         ...
 
+    def discard(self, page: int, count: int) -> None:
+        """Give the memory of weight pages back, which no engine maps."""
+        ...
+
     def close(self) -> None:
         """Give back what it needs for that."""
         ...
 
 
 def make_driver(
-    context: Context, pool_pages: int, page_bytes: int, index: int = 0, kept_slots: int = 0, api: Any = None
+    context: Context,
+    pool_pages: int,
+    page_bytes: int,
+    index: int = 0,
+    kept_slots: int = 0,
+    api: Any = None,
+    weight_pages: int = 0,
 ) -> PageDriver:
     """The driver of this process's engine over the pair's pool; its range has a slot for each page.
 
@@ -46,6 +56,7 @@ def make_driver(
         index: of the device, as CUDA counts them.
         kept_slots: see `kept_slots`; "cuda" only.
         api: stands in for cuda-python in tests.
+        weight_pages: further pages and slots, for serving only: in place of the rollout's weights.
 
     Raises:
         ConfigurationError: the device cannot do it, and what to change.
@@ -55,16 +66,18 @@ def make_driver(
     if context.device == "cpu":
         fd = context.open(context.pool_fd)
         try:
-            return HostDriver(fd, pool_pages, page_bytes)
+            return HostDriver(fd, pool_pages + weight_pages, page_bytes)
         finally:
             os.close(fd)
     from vllm_coserve.memory.cuda import CudaDriver
 
-    cuda = _cuda_pool(context, pool_pages, page_bytes, index, api)
-    return CudaDriver(cuda.device, cuda.pages, pool_pages, kept_slots)
+    cuda = _cuda_pool(context, pool_pages, page_bytes, index, api, weight_pages)
+    return CudaDriver(cuda.device, cuda.pages, pool_pages + weight_pages, kept_slots)
 
 
-def make_eraser(context: Context, pool_pages: int, page_bytes: int, index: int = 0, api: Any = None) -> Eraser:
+def make_eraser(
+    context: Context, pool_pages: int, page_bytes: int, index: int = 0, api: Any = None, weight_pages: int = 0
+) -> Eraser:
     """The eraser of the pair's pool, for the serving engine core. Arguments and errors as for `make_driver`.
 
     On "cuda" it must be the process that also has the serving engine's driver: pages are made once.
@@ -72,13 +85,14 @@ def make_eraser(context: Context, pool_pages: int, page_bytes: int, index: int =
     if context.device == "cpu":
         fd = context.open(context.pool_fd)
         try:
-            return PoolEraser(fd, pool_pages, page_bytes)
+            return PoolEraser(fd, pool_pages + weight_pages, page_bytes)
         finally:
             os.close(fd)
     from vllm_coserve.memory.cuda import CudaEraser, NoEraser
+    from vllm_coserve.memory.cuda_pages import BudgetPages
 
-    cuda = _cuda_pool(context, pool_pages, page_bytes, index, api)
-    return NoEraser() if cuda.pages.fresh else CudaEraser(cuda.device, cuda.pages)
+    cuda = _cuda_pool(context, pool_pages, page_bytes, index, api, weight_pages)
+    return NoEraser() if isinstance(cuda.pages, BudgetPages) else CudaEraser(cuda.device, cuda.pages)
 
 
 def make_own_range(num_pages: int, page_bytes: int, index: int = 0, api: Any = None) -> PageDriver:
@@ -106,7 +120,7 @@ def kept_slots(geometry: Geometry, device: str) -> int:
 @dataclass(frozen=True, slots=True)
 class _CudaPool:
     device: Device
-    pages: SharedPages | BudgetPages
+    pages: SharedPages | BudgetPages | WithWeightPages
     server: Any  # lives as long as the process
 
 
@@ -114,30 +128,35 @@ _pool: _CudaPool | None = None
 _lock = threading.Lock()
 
 
-def _cuda_pool(context: Context, pool_pages: int, page_bytes: int, index: int, api: Any) -> _CudaPool:
+def _cuda_pool(
+    context: Context, pool_pages: int, page_bytes: int, index: int, api: Any, weight_pages: int
+) -> _CudaPool:
     """The pool as this process has it; made, or asked for, once."""
     global _pool
     with _lock:
         if _pool is None:
-            make = _own if context.side == "serving" else _ask_for
-            _pool = make(context, pool_pages, page_bytes, index, api)
+            if context.side == "serving":
+                _pool = _own(context, pool_pages, page_bytes, index, api, weight_pages)
+            else:
+                _pool = _ask_for(context, pool_pages, page_bytes, index, api)
         return _pool
 
 
-def _own(context: Context, pool_pages: int, page_bytes: int, index: int, api: Any) -> _CudaPool:
+def _own(context: Context, pool_pages: int, page_bytes: int, index: int, api: Any, weight_pages: int) -> _CudaPool:
     from vllm_coserve.memory.cuda_calls import Device
-    from vllm_coserve.memory.cuda_pages import SharedPages, make_pool
+    from vllm_coserve.memory.cuda_pages import SharedPages, WithWeightPages, make_pool
     from vllm_coserve.memory.handles import HandleServer, Offer
 
     device = Device(index, api)
     pages = make_pool(device, pool_pages, page_bytes)
     export = pages.export if isinstance(pages, SharedPages) else int
     try:
-        server = HandleServer(Path(context.pages_socket), Offer(not pages.fresh, pool_pages, page_bytes), export)
+        offer = Offer(isinstance(pages, SharedPages), pool_pages, page_bytes)
+        server = HandleServer(Path(context.pages_socket), offer, export)
     except BaseException:
         pages.close()
         raise
-    return _CudaPool(device, pages, server)
+    return _CudaPool(device, WithWeightPages(device, pages, weight_pages) if weight_pages else pages, server)
 
 
 def _ask_for(context: Context, pool_pages: int, page_bytes: int, index: int, api: Any) -> _CudaPool:

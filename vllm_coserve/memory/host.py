@@ -18,6 +18,7 @@ _PROT_NONE, _PROT_RW = 0, mmap.PROT_READ | mmap.PROT_WRITE
 _MAP_SHARED, _MAP_PRIVATE, _MAP_FIXED, _MAP_ANONYMOUS, _MAP_NORESERVE = 0x01, 0x02, 0x10, 0x20, 0x4000
 _MAP_POPULATE = 0x8000
 _MADV_POPULATE_WRITE = 23
+_FALLOC_FL_KEEP_SIZE, _FALLOC_FL_PUNCH_HOLE = 0x01, 0x02
 _FAILED = ctypes.c_void_p(-1).value
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -32,6 +33,7 @@ _libc.mmap.argtypes = (
 )
 _libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
 
 
 def _mmap(address: int | None, size: int, prot: int, flags: int, fd: int = -1, offset: int = 0) -> int:
@@ -42,10 +44,11 @@ def _mmap(address: int | None, size: int, prot: int, flags: int, fd: int = -1, o
     return got
 
 
-def create_pool(pool_pages: int, page_bytes: int) -> int:
+def create_pool(pool_pages: int, page_bytes: int, weight_pages: int = 0) -> int:
     """Make the physical pool, all of it resident and zero; returns its file descriptor.
 
-    Touching a cold page of a memory file costs milliseconds, so that is paid here, before any traffic.
+    Touching a cold page of a memory file costs milliseconds, so that is paid here, before any traffic. Further
+    `weight_pages` take no memory before somebody zeroes them.
 
     Raises:
         ConfigurationError: there is not that much memory.
@@ -53,7 +56,7 @@ def create_pool(pool_pages: int, page_bytes: int) -> int:
     fd = os.memfd_create("coserve-pool", os.MFD_CLOEXEC)
     size = pool_pages * page_bytes
     try:
-        os.ftruncate(fd, size)
+        os.ftruncate(fd, size + weight_pages * page_bytes)
         base = _mmap(None, size, _PROT_RW, _MAP_SHARED, fd)
         try:
             if _libc.madvise(base, size, _MADV_POPULATE_WRITE) != 0:  # Linux < 5.14: touch each small page
@@ -115,7 +118,9 @@ class PoolEraser:
     """
 
     def __init__(self, pool_fd: int, pool_pages: int, page_bytes: int) -> None:
+        """`pool_pages`: all that the file has, weight pages too."""
         self._page_bytes, self._size = page_bytes, pool_pages * page_bytes
+        self._fd = os.dup(pool_fd)
         self._base: int | None = _mmap(None, self._size, _PROT_RW, _MAP_SHARED, pool_fd)
 
     def zero(self, page: int, count: int = 1) -> None:
@@ -123,9 +128,21 @@ class PoolEraser:
         assert self._base is not None, "the eraser is closed"
         _memset(self._base + page * self._page_bytes, 0, count * self._page_bytes)
 
+    def discard(self, page: int, count: int) -> None:
+        """Give the memory under pages back to the host; they are zero when they are used again.
+
+        Raises:
+            OSError: it cannot be given back now.
+        """
+        mode = _FALLOC_FL_PUNCH_HOLE | _FALLOC_FL_KEEP_SIZE
+        if _libc.fallocate(self._fd, mode, page * self._page_bytes, count * self._page_bytes) != 0:
+            err = ctypes.get_errno()
+            raise OSError(err, f"fallocate over pages {page}..{page + count - 1}: {os.strerror(err)}")
+
     def close(self) -> None:
         """Give the mapping back."""
         if self._base is not None:
+            os.close(self._fd)
             with contextlib.suppress(OSError):
                 _libc.munmap(self._base, self._size)
             self._base = None

@@ -3,10 +3,15 @@
     FREE_DIRTY --S: zeroed--> FREE_CLEAN --S--> SERVING --S: its worker has unmapped--> FREE_DIRTY
                               FREE_CLEAN --S--> ROLLOUT --R: its worker has unmapped--> FREE_DIRTY
                                                 ROLLOUT --S: every rollout process is gone--> FREE_DIRTY
+    WEIGHTS --R: weights are off the device--> FREE_DIRTY --S: memory had, zeroed--> FREE_CLEAN
+                                   FREE_DIRTY, FREE_CLEAN --S: memory given back--> WEIGHTS
 
 S is the serving engine core, R the rollout engine core. A page changes hands only through FREE_DIRTY, and each step is
 one aligned byte store: a process killed between any two instructions leaves every page with exactly one owner.
 Serving never waits for the rollout here; the rollout is given pages, it does not take them.
+
+The last pages of the ledger are weight pages: while the rollout's weights are off the device, their memory is the
+pool's, and serving's alone. The weights come back only when all of them are WEIGHTS again.
 """
 
 from __future__ import annotations
@@ -30,16 +35,32 @@ class Owner(IntEnum):
     FREE_CLEAN = 1
     SERVING = 2
     ROLLOUT = 3
+    WEIGHTS = 4  # none of the pool's now: the memory is that of the rollout's weights
 
 
 class ServingLedger:
     """The serving engine core's hand on the ledger (main thread and arbiter thread)."""
 
     def __init__(
-        self, owners: np.ndarray, erase: Callable[[int, int], None], clock: Callable[[], float] = time.monotonic
+        self,
+        owners: np.ndarray,
+        erase: Callable[[int, int], None],
+        clock: Callable[[], float] = time.monotonic,
+        weight_pages: int = 0,
+        discard: Callable[[int, int], None] = lambda page, count: None,
     ) -> None:
-        """`owners`: uint8[pool_pages] in shared memory; `erase(page, count)` zeroes pages nobody maps."""
-        self._owners, self._erase, self._clock = owners, erase, clock
+        """Nothing is changed yet.
+
+        Args:
+            owners: uint8[pages] in shared memory.
+            erase: `erase(page, count)` zeroes pages nobody maps.
+            clock: seconds that never run backwards.
+            weight_pages: so many last pages are weight pages; to zero one is to get its memory first.
+            discard: `discard(page, count)` gives the memory of weight pages back that nobody maps.
+        """
+        self._owners, self._erase, self._clock, self._discard = owners, erase, clock, discard
+        self._pool_pages = owners.size - weight_pages
+        self._withholding, self._out_of_memory = True, False
         self._lock = threading.Lock()  # between the threads of this process only
 
     def count(self, owner: Owner) -> int:
@@ -48,22 +69,34 @@ class ServingLedger:
 
     @property
     def free_pages(self) -> int:
-        """Pages that nobody maps."""
-        return int(np.count_nonzero(self._owners <= np.uint8(Owner.FREE_CLEAN)))
+        """Pages that nobody maps and serving could be handed."""
+        return self._free(Owner.SERVING).size
+
+    def _free(self, owner: Owner) -> np.ndarray:
+        """Pages that can be handed to `owner`, ascending."""
+        owners = self._owners
+        if owner != Owner.SERVING or self._withholding:
+            owners = owners[: self._pool_pages]
+        free = owners <= np.uint8(Owner.FREE_CLEAN)
+        # Weight pages have memory only when they are clean, and it may not be had at once.
+        free[self._pool_pages :] &= owners[self._pool_pages :] != np.uint8(Owner.FREE_DIRTY)
+        return np.flatnonzero(free)
 
     def take(self, count: int, owner: Owner, keep_free: int = 0) -> list[int]:
         """Hand up to `count` free pages to `owner`, lowest numbers first so that runs stay contiguous.
 
         Clean pages are preferred; dirty ones are zeroed here when there are not enough. With `keep_free` so many pages
-        stay free, whatever another thread takes meanwhile.
+        stay free, whatever another thread takes meanwhile. Weight pages are for serving only.
         """
         if count <= 0:
             return []
         with self._lock:
-            count = max(0, min(count, self.free_pages - keep_free))
-            pages = _in_state(self._owners, Owner.FREE_CLEAN)[:count]
+            free = self._free(owner)
+            count = max(0, min(count, free.size - keep_free))
+            clean = self._owners[free] == np.uint8(Owner.FREE_CLEAN)
+            pages = free[clean][:count]
             if short := count - pages.size:
-                dirty = _in_state(self._owners, Owner.FREE_DIRTY)[:short]
+                dirty = free[~clean][:short]
                 for first, run in runs(dirty.tolist()):
                     self._erase(first, run)
                 pages = np.sort(np.concatenate((pages, dirty)))
@@ -82,8 +115,55 @@ class ServingLedger:
             _release(self._owners, pages, Owner.ROLLOUT)
         return pages.size
 
+    def withhold(self, wanted: bool) -> int:
+        """Keep weight pages from serving from now on, or not; those that are free go back to the weights at once.
+
+        Returns:
+            How many serving still has, 0 unless `wanted`.
+        """
+        with self._lock:
+            self._withholding = wanted
+            if not wanted:
+                return 0
+            self._out_of_memory = False
+            of_weights = self._owners[self._pool_pages :]
+            free = np.flatnonzero(of_weights <= np.uint8(Owner.FREE_CLEAN))
+            for first, count in runs(free.tolist()):
+                self._discard(self._pool_pages + first, count)
+            of_weights[free] = Owner.WEIGHTS
+            return int(np.count_nonzero(of_weights != np.uint8(Owner.WEIGHTS)))
+
+    @property
+    def reserve_pages(self) -> int:
+        """Weight pages that serving may have, once `make_weight_pages` has got their memory."""
+        if self._withholding or self._out_of_memory:
+            return 0
+        return _in_state(self._owners[self._pool_pages :], Owner.FREE_DIRTY).size
+
+    def make_weight_pages(self, count: int) -> int:
+        """Get the memory of up to `count` weight pages that may be had; returns how many are free now that were not.
+
+        Raises:
+            OSError: the device has none to spare. It is not asked again until they were withheld.
+        """
+        made = 0
+        for _ in range(min(count, self.reserve_pages)):
+            with self._lock:
+                dirty = _in_state(self._owners[self._pool_pages :], Owner.FREE_DIRTY)
+                if self._withholding or not dirty.size:
+                    break
+                page = self._pool_pages + int(dirty[0])
+                try:
+                    self._erase(page, 1)
+                except OSError:
+                    self._out_of_memory = True
+                    raise
+                self._owners[page] = Owner.FREE_CLEAN
+            made += 1
+        return made
+
     def clean_some(self, limit: int, bound_s: float = math.inf) -> int:
-        """Zero up to `limit` dirty pages, for about `bound_s` seconds, off everybody's critical path.
+        """Zero up to `limit` dirty pages of the pool, for about `bound_s` seconds, off everybody's critical path.
 
         In runs of neighbours, one at a time under the lock, as an allocation must not wait for a long sweep. They grow
         while they are quick: a device zeroes hundreds of pages in the time that it takes to be told so.
@@ -109,7 +189,7 @@ class ServingLedger:
 
     def _dirty_run(self, most: int) -> tuple[int, int]:
         """(first page, pages) of the first run of dirty pages, cut to `most`; (0, 0) when there is none."""
-        dirty = self._owners == np.uint8(Owner.FREE_DIRTY)
+        dirty = self._owners[: self._pool_pages] == np.uint8(Owner.FREE_DIRTY)
         first = int(dirty.argmax())
         run = dirty[first : first + most]
         end = int(run.argmin())
@@ -132,6 +212,17 @@ class RolloutLedger:
     def put(self, pages: Iterable[int]) -> None:
         """Give pages back; the rollout's worker has unmapped them."""
         self._known[_release(self._owners, pages, Owner.ROLLOUT)] = False
+
+    def lend_weight_pages(self, first: int, count: int) -> int:
+        """Have serving use the memory of weights that are off the device; returns how many pages were not lent yet."""
+        pages = first + _in_state(self._owners[first : first + count], Owner.WEIGHTS)
+        self._owners[pages] = Owner.FREE_DIRTY
+        return pages.size
+
+
+def has_weight_pages(owners: np.ndarray, first: int) -> bool:
+    """Whether all weight pages, those from `first` on, are the weights': their memory can be taken."""
+    return bool(np.all(owners[first:] == np.uint8(Owner.WEIGHTS)))
 
 
 def _in_state(owners: np.ndarray, state: Owner) -> np.ndarray:

@@ -61,6 +61,18 @@ def serving_limit_pages(pool_pages: int, config: MemoryConfig) -> int:
     return pool_pages - pool_pages // 2 if config.mode == "static" else pool_pages
 
 
+def can_spare_weight_pages(serving_used_pages: int, pool_pages: int, config: MemoryConfig, begun: bool) -> bool:
+    """Whether serving gives the memory of the rollout's weights back, which it has while they are off the device.
+
+    Args:
+        serving_used_pages: with blocks in use.
+        pool_pages: of the pool that remains.
+        config: its headroom must remain too; half of it once serving has `begun` to give back.
+    """
+    headroom = headroom_pages(pool_pages, config)
+    return serving_used_pages <= pool_pages - (headroom // 2 if begun else headroom)
+
+
 def urgent_reclaim_to(facts: MemoryFacts, needed_pages: int, config: MemoryConfig) -> int:
     """What the rollout must come down to when a serving allocation lacks pages right now: the need and a batch more."""
     short = needed_pages - facts.free_pages
