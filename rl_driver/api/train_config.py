@@ -5,17 +5,20 @@ from __future__ import annotations
 import difflib
 from pathlib import Path
 from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from rl_driver.api.proxy_config import ProxyConfig
 from vllm_coserve.api.errors import ConfigurationError
-from vllm_coserve.api.flags import check_url
+from vllm_coserve.api.flags import check_url, is_own_machine
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Count = Annotated[int, Field(ge=1, le=1 << 20)]
+
+_RELAY_HOST = "127.0.0.1"
 
 
 class _Section(BaseModel):
@@ -152,7 +155,7 @@ class BroadcastConfig(_Section):
 
     uplink_mbytes_per_s: Positive = Field(description="what the learner may send in all, in 10^6 bytes a second")
     host: str = Field(
-        "127.0.0.1",
+        _RELAY_HOST,
         pattern=r"^[A-Za-z0-9.-]{1,200}$",
         description="address of the learner's machine by which the engines reach its relay",
     )
@@ -203,6 +206,25 @@ class TrainConfig(_Section):
         if self.store and self.broadcast:
             raise ValueError("broadcast is the learner's own relay's: leave out store, or broadcast")
         return self
+
+    @model_validator(mode="after")
+    def _engines_reach_the_weights(self) -> TrainConfig:
+        host = self.relay_host
+        if self.store or not is_own_machine(host):
+            return self
+        engines = (*self.workers.dedicated, *self.workers.borrowed)
+        if far := [u for u in engines if not is_own_machine(urlsplit(u).hostname or "")]:
+            raise ValueError(
+                f"engines on other machines ({', '.join(far)}) cannot read weights from the learner's relay on {host}: "
+                "give the learner's address in broadcast: {uplink_mbytes_per_s: MB_A_SECOND, host: ADDRESS}, or a "
+                "store: mooncake://MASTER:PORT; if they are on the learner's machine, name them by 127.0.0.1"
+            )
+        return self
+
+    @property
+    def relay_host(self) -> str:
+        """Address by which the engines reach the learner's own relay."""
+        return self.broadcast.host if self.broadcast else _RELAY_HOST
 
     @field_validator("model")
     @classmethod

@@ -94,9 +94,9 @@ def _relay(config: TrainConfig, key: str) -> Relay:
     """Where the weights are for the engines to read, and from each other where the job says so."""
     how = config.broadcast
     if how is None:
-        return Relay(key=key)
+        return Relay(config.relay_host, key=key)
     broadcast = Broadcast(how.uplink_mbytes_per_s * 1e6, memory_bytes=int(how.worker_memory_gib * (1 << 30)))
-    return Relay(how.host, key=key, broadcast=broadcast)
+    return Relay(config.relay_host, key=key, broadcast=broadcast)
 
 
 def learner_config(config: TrainConfig) -> LearnerConfig:

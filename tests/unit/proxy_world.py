@@ -11,6 +11,7 @@ from aiohttp import web
 
 from rl_driver.api.proxy_config import ProxyConfig
 from rl_driver.proxy.server import Proxy
+from tests.unit.fake_worker import undisturbed
 
 PROMPT = [5, 6, 7, 8]
 
@@ -77,3 +78,13 @@ def run(test):
             await test
 
     asyncio.run(bounded())
+
+
+def check_choice(choice, count, versions=None):
+    """The answer to `PROMPT` is whole: tokens, logprobs and the weights that made them."""
+    assert choice["token_ids"] == undisturbed(PROMPT, count)
+    assert choice["logprobs"]["token_logprobs"] == [-t / 1000 for t in choice["token_ids"]]
+    spans = choice["weight_versions"]
+    assert [s["start"] for s in spans] == [0, *(s["end"] for s in spans[:-1])] and spans[-1]["end"] == count
+    if versions:
+        assert [s["version"] for s in spans] == versions

@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import os
+import threading
 import time
 from types import SimpleNamespace
 
@@ -16,7 +17,6 @@ from tests.unit.fake_cuda import GRANULARITY, FakeCuda
 from vllm_coserve.control.block import ControlBlock
 from vllm_coserve.control.words import Word
 from vllm_coserve.engine import install, parked_weights, rollout_weights, worker_weights
-from vllm_coserve.engine.host_memory import spare_host_bytes
 from vllm_coserve.engine.parked_weights import ParkedWeights
 from vllm_coserve.engine.rollout_weights import WeightsKeeper
 from vllm_coserve.memory.devices import make_own_range
@@ -266,12 +266,31 @@ def _gpu(worker, spare_bytes=_PLENTY):
 
 
 def _do(worker, number, kind, path):
-    block = install.installed_block()
     worker_weights.begin_job(worker, number, kind, path)
+    return _result(worker, number)
+
+
+def _result(worker, number):
+    block = install.installed_block()
     deadline = time.monotonic() + 20
     while block.get(Word.WEIGHTS_JOB_DONE) != number and time.monotonic() < deadline:
         time.sleep(0.001)
     return worker_weights.job_result(worker, number)
+
+
+def test_who_begins_a_job_does_not_wait_for_it(block, monkeypatch):
+    """On a GPU that is the engine core itself."""
+    begun, may_end = threading.Event(), threading.Event()
+
+    def load(worker, path):
+        begun.set()
+        return path if may_end.wait(5) else "nobody let it end"
+
+    monkeypatch.setattr(worker_weights, "_load", load)
+    worker_weights.begin_job(worker := _worker(), 7, "load", "its result")
+    assert begun.wait(5) and block.get(Word.WEIGHTS_JOB_DONE) != 7
+    may_end.set()
+    assert _result(worker, 7) == "its result"
 
 
 def test_a_gpus_weights_are_parked_whatever_their_loader(block, monkeypatch):
@@ -357,27 +376,3 @@ def test_a_copy_that_fails_ends_the_engine(block, monkeypatch):
     with contextlib.suppress(SystemExit):
         _until_ended(keeper)
     assert ended == ["weights job 'restore' failed and left weights that cannot be trusted: no memory"]
-
-
-# ---- host memory
-
-
-def test_spare_host_memory_is_what_the_tightest_limit_leaves(tmp_path):
-    proc, cgroups = tmp_path / "proc", tmp_path / "cgroup"
-    (proc / "self").mkdir(parents=True)
-    (proc / "meminfo").write_text("MemTotal: 100 kB\nMemFree: 1 kB\nMemAvailable: 50 kB\n")
-    (proc / "self/cgroup").write_text("0::/pod/container\n")
-    assert spare_host_bytes(proc, cgroups) == 50 << 10, "no control groups of version 2"
-    for path, limit, used in (("pod", "max", 7), ("pod/container", "40000", 39000)):
-        folder = cgroups / path
-        folder.mkdir(parents=True)
-        (folder / "memory.max").write_text(f"{limit}\n")
-        (folder / "memory.current").write_text(f"{used}\n")
-        (folder / "memory.stat").write_text("anon 10\nactive_file 200\ninactive_file 3000\n")
-    assert spare_host_bytes(proc, cgroups) == 40_000 - 39_000 + 3200
-    (cgroups / "pod/memory.max").write_text("5000\n")
-    (cgroups / "pod/memory.current").write_text("4000\n")
-    assert spare_host_bytes(proc, cgroups) == 4200
-    (proc / "self/cgroup").write_text("3:memory:/old\n")
-    assert spare_host_bytes(proc, cgroups) == 50 << 10
-    assert spare_host_bytes() > 0

@@ -1,4 +1,4 @@
-"""The rollout proxy over HTTP, with workers that fail in every scripted way."""
+"""The answers of the rollout proxy over HTTP, with workers that fail in every scripted way."""
 
 import asyncio
 import contextlib
@@ -7,18 +7,8 @@ import pytest
 
 from rl_driver.api.proxy_config import parse_proxy_config
 from tests.unit.fake_worker import MODEL, FakeWorker, undisturbed, workers
-from tests.unit.proxy_world import PROMPT, run, running
+from tests.unit.proxy_world import PROMPT, check_choice, run, running
 from vllm_coserve.api.errors import ConfigurationError
-
-
-def _check(choice, count, versions=None):
-    assert choice["token_ids"] == undisturbed(PROMPT, count)
-    assert choice["logprobs"]["token_logprobs"] == [-t / 1000 for t in choice["token_ids"]]
-    spans = choice["weight_versions"]
-    assert [s["start"] for s in spans] == [0, *(s["end"] for s in spans[:-1])] and spans[-1]["end"] == count
-    if versions:
-        assert [s["version"] for s in spans] == versions
-
 
 # ---- one answer
 
@@ -28,7 +18,7 @@ def test_tokens_in_and_out_whole_and_streamed():
         async with workers(FakeWorker()) as fakes, running(*fakes) as client:
             answer = await client.complete(12)
             (choice,) = answer["choices"]
-            _check(choice, 12, ["step-1"])
+            check_choice(choice, 12, ["step-1"])
             assert choice["finish_reason"] == "length" and choice["prompt_token_ids"] == PROMPT
             assert answer["usage"] == {"prompt_tokens": 4, "completion_tokens": 12, "total_tokens": 16}
             body = {"prompt": PROMPT, "max_tokens": 12, "return_token_ids": True, "logprobs": 1}
@@ -54,7 +44,7 @@ def test_a_call_goes_on_elsewhere_and_nobody_sees_it(how, after):
                 for fake in fakes:
                     fake.faults = [(after, how)]
                 (choice,) = (await client.complete(12))["choices"]
-                _check(choice, 12)
+                check_choice(choice, 12)
                 assert choice["finish_reason"] == "length"
                 legs = fakes[0].calls + fakes[1].calls
                 assert len(legs) == 3 and all(
@@ -73,7 +63,7 @@ def test_spans_name_the_weights_of_each_worker():
                 for fake in fakes:
                     fake.faults = [(4, "coserve:reclaimed")]
                 (choice,) = (await client.complete(12))["choices"]
-                _check(choice, 12)
+                check_choice(choice, 12)
                 assert [s["version"] for s in choice["weight_versions"]] in (
                     ["step-1", "step-2", "step-1"],
                     ["step-2", "step-1", "step-2"],
@@ -91,7 +81,7 @@ def test_a_worker_with_older_weights_than_it_said_is_left():
                     client.proxy.fleet.note_version(fake.url, "step-5")
                 fakes[0].faults = fakes[1].faults = [(3, "old")]  # whoever is first
                 (choice,) = (await client.complete(9, headers={"X-Min-Weight-Version": "step-5"}))["choices"]
-                _check(choice, 9, ["step-5"])
+                check_choice(choice, 9, ["step-5"])
 
     run(test())
 
@@ -101,7 +91,7 @@ def test_a_worker_that_hangs_is_left_by_its_bound():
         async with workers(FakeWorker(), FakeWorker()) as fakes, running(*fakes, chunk_timeout_s=0.3) as client:
             for fake in fakes:
                 fake.faults = [(3, "hangs")]
-            _check((await client.complete(12))["choices"][0], 12)
+            check_choice((await client.complete(12))["choices"][0], 12)
 
     run(test())
 
@@ -115,7 +105,7 @@ def test_a_dead_worker_is_left_at_once_and_comes_back():
                     await asyncio.sleep(0.01)
                 busy = next(f for f in fakes if f.open)
                 await busy.die()
-                _check((await task)["choices"][0], 30)
+                check_choice((await task)["choices"][0], 30)
                 await client.usable(1)
 
     run(test())
@@ -194,102 +184,6 @@ def test_chat_is_rendered_by_a_worker_and_tools_are_read_by_one():
             events = [e async for e in client.stream({**chat, "tools": tools}, "/v1/chat/completions")]
             (last,) = events[-2]["choices"]
             assert last["delta"]["tool_calls"][0]["index"] == 0 and last["finish_reason"] == "tool_calls"
-
-    run(test())
-
-
-# ---- places
-
-
-def test_overload_is_429_and_the_queue_is_first_come_first_served():
-    async def test():
-        async with workers(FakeWorker(step_s=0.05, chunk=1)) as fakes:
-            async with running(*fakes, turns_per_dedicated=1, queue_turns=2) as client:
-                calls = []
-                for i in range(3):
-                    calls.append(asyncio.create_task(client.complete(6, prompt=[9, i])))
-                    await asyncio.sleep(0.03)
-                body = {"prompt": [1], "max_tokens": 1}
-                status, answer, headers = await client.post("/v1/completions", body)
-                assert status == 429 and int(headers["Retry-After"]) >= 1 and "wait" in answer["error"]["message"]
-                await asyncio.gather(*calls)
-                assert [b["token_ids"][:2] for b in fakes[0].calls] == [[9, 0], [9, 1], [9, 2]]
-
-    run(test())
-
-
-def test_nothing_waits_for_ever():
-    async def test():
-        async with workers(FakeWorker(step_s=0.05, chunk=1)) as fakes:
-            async with running(*fakes, turns_per_dedicated=1, queue_timeout_s=0.2) as client:
-                first = asyncio.create_task(client.complete(20))
-                await asyncio.sleep(0.05)
-                status, answer, _ = await client.post("/v1/completions", {"prompt": [1], "max_tokens": 1})
-                assert status == 429 and "no room" in answer["error"]["message"]
-                await first
-        async with running(usable=0, queue_timeout_s=0.2) as client:
-            status, answer, _ = await client.post("/v1/completions", {"prompt": [1]})
-            assert status == 503 and "no worker" in answer["error"]["message"]
-            async with client.session.get(client.url + "/health") as answer:
-                assert answer.status == 503
-
-    run(test())
-
-
-def test_a_worker_taken_off_gives_its_calls_away():
-    async def test():
-        async with workers(FakeWorker(step_s=0.03, chunk=1), FakeWorker(step_s=0.03, chunk=1)) as fakes:
-            async with running(fakes[0]) as client:
-                task = asyncio.create_task(client.complete(30))
-                while not fakes[0].open:
-                    await asyncio.sleep(0.01)
-                status, _, _ = await client.post("/coserve/v1/workers", {"url": fakes[1].url, "kind": "dedicated"})
-                assert status == 200
-                await client.usable(2)
-                async with client.session.delete(f"{client.url}/coserve/v1/workers?url={fakes[0].url}") as answer:
-                    assert answer.status == 200 and len((await answer.json())["workers"]) == 1
-                _check((await task)["choices"][0], 30)
-                assert len(fakes[1].calls) == 1
-
-    run(test())
-
-
-def test_continuous_migration_moves_a_pending_call_to_a_free_worker():
-    async def test():
-        async with workers(FakeWorker(), FakeWorker()) as fakes, running(fakes[0], policy="balanced") as client:
-            fakes[0].faults = [(0, "hangs")] * 2
-            calls = [asyncio.create_task(client.complete(8)) for _ in range(2)]
-            while fakes[0].open < 2:
-                await asyncio.sleep(0.01)
-            client.proxy.fleet.add(fakes[1].url, "dedicated")
-            for call in calls:
-                _check((await call)["choices"][0], 8)
-            assert len(fakes[1].calls) == 2
-
-    run(test())
-
-
-# ---- borrowed engines
-
-
-def test_the_emptiest_borrowed_engines_are_held_and_given_free():
-    async def test():
-        fakes = [FakeWorker(borrowed=True) for _ in range(4)]
-        for fake, usage in zip(fakes, (0.9, 0.2, 0.1, 0.0), strict=True):
-            fake.usage = usage
-        fakes[3].holder = "another-job"
-        async with workers(*fakes):
-            async with running(*fakes, usable=2, borrow=2, job="mine") as client:
-                assert [f.holder for f in fakes] == [None, "mine", "mine", "another-job"]
-                assert (await client.post("/coserve/v1/step", {}))[0] == 200
-                assert [f.steps for f in fakes] == [0, 1, 1, 0]
-                _check((await client.complete(5))["choices"][0], 5)
-                fakes[2].state = "deactivated"
-                while fakes[0].holder != "mine":
-                    await asyncio.sleep(0.01)
-                states = client.proxy._state().workers
-                assert [w.usable for w in states][1] and "another RL job" in states[3].wrong
-            assert [f.holder for f in fakes][:2] == [None, None] and fakes[3].holder == "another-job"
 
     run(test())
 
@@ -376,7 +270,7 @@ def test_bad_bodies_are_refused_with_what_is_wrong_and_no_worker_is_blamed():
             fakes[0].faults = [(0, "400")] * 5
             for _ in range(5):
                 assert (await client.post("/v1/completions", {"prompt": [1]}))[0] == 400
-            _check((await client.complete(3))["choices"][0], 3)
+            check_choice((await client.complete(3))["choices"][0], 3)
             for header, value in (("X-Turn-Index", "-1"), ("X-Trajectory-Id", "x" * 257)):
                 status, _, _ = await client.post("/v1/completions", {"prompt": [1]}, **{header: value})
                 assert status == 400
@@ -448,71 +342,3 @@ def test_a_slow_client_and_half_a_request_do_not_stay(monkeypatch):
 def test_bad_flags_are_named(values, word):
     with pytest.raises(ConfigurationError, match=word):
         parse_proxy_config(values)
-
-
-# ---- weights
-
-
-_PUBLISHED = {"url": "http://127.0.0.1:1", "version": 7, "key": "relay-key"}
-
-
-def test_published_weights_reach_every_kind_of_engine():
-    async def test():
-        async with workers(FakeWorker(), FakeWorker(borrowed=True)) as fakes, running(*fakes) as client:
-            status, state, _ = await client.post("/coserve/v1/weights", _PUBLISHED)
-            assert status == 200 and [w["version"] for w in state["workers"]] == ["step-7", "step-7"]
-            assert all(f.updates == [_PUBLISHED] and not f.paused for f in fakes)
-            status, answer, _ = await client.post("/coserve/v1/weights", {**_PUBLISHED, "version": 6})
-            assert status == 409 and "newer" in answer["error"]["message"]
-            assert "relay-key" not in str(state) + str(answer)
-            (choice,) = (await client.complete(4, {"X-Min-Weight-Version": "step-7"}))["choices"]
-            _check(choice, 4, ["step-7"])
-
-    run(test())
-
-
-def test_an_update_that_a_killed_proxy_left_open_is_closed():
-    async def test():
-        async with workers(FakeWorker()) as fakes, running(*fakes) as client:
-            fakes[0].update_open = True
-            status, state, _ = await client.post("/coserve/v1/weights", _PUBLISHED)
-            assert status == 200 and [w["version"] for w in state["workers"]] == ["step-7"]
-            assert not fakes[0].paused and not fakes[0].update_open
-
-    run(test())
-
-
-def test_who_comes_back_gets_the_published_weights():
-    async def test():
-        late = FakeWorker(borrowed=True)
-        late.state = "deactivated"
-        async with workers(FakeWorker(), late) as fakes, running(*fakes, usable=1) as client:
-            await client.post("/coserve/v1/weights", _PUBLISHED)
-            assert fakes[0].updates and not late.updates
-            late.state = "active"
-            await client.usable(2)
-            async with asyncio.timeout(5):
-                while late.version != "step-7":
-                    await asyncio.sleep(0.01)
-            assert late.updates == [_PUBLISHED]
-
-    run(test())
-
-
-def test_a_worker_that_cannot_take_weights_says_why_and_is_asked_again_later(monkeypatch):
-    monkeypatch.setattr("rl_driver.proxy.publication._RETRY_S", 0.3)
-
-    async def test():
-        async with workers(FakeWorker(), FakeWorker(borrowed=True)) as fakes, running(*fakes) as client:
-            for fake in fakes:
-                fake.refuses_updates = 1
-            _, state, _ = await client.post("/coserve/v1/weights", _PUBLISHED)
-            why = [w["wrong"] for w in state["workers"]]
-            assert "does not answer" in why[0] and "not weights of this model" in why[1]
-            assert [w["version"] for w in state["workers"]] == ["step-1", "step-1"]
-            assert not fakes[0].paused  # it goes on with the old ones
-            async with asyncio.timeout(5):
-                while any(f.version != "step-7" for f in fakes):
-                    await asyncio.sleep(0.02)
-
-    run(test())

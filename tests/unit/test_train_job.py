@@ -38,7 +38,7 @@ def _write(tmp_path, **changes):
 
 
 def test_defaults_are_dumped_and_read_again(tmp_path):
-    config = read_train_config(_write(tmp_path, workers={"dedicated": ["http://a:1/"], "api_key": "secret"}))
+    config = read_train_config(_write(tmp_path, workers={"dedicated": ["http://localhost:1/"], "api_key": "secret"}))
     text = dump_config(config)
     assert "secret" not in text and "api_key: '***'" in text
     (tmp_path / "again.yaml").write_text(text)
@@ -82,6 +82,30 @@ def test_mistakes_are_named_with_their_key(tmp_path, changes, says):
     assert says in str(caught.value)
 
 
+_HERE = ["http://127.0.0.1:1", "http://localhost:2", "http://[::1]:3", "http://0.0.0.0:4", "http://127.8.9.1:5"]
+_CHAINS = {"uplink_mbytes_per_s": 9}
+
+
+@pytest.mark.parametrize("kind", ["dedicated", "borrowed"])
+@pytest.mark.parametrize("far", ["http://10.0.0.5:8000", "https://gpu-7.example:8000", "http://[fd00::5]:8000"])
+def test_engines_on_other_machines_need_weights_that_they_can_reach(tmp_path, kind, far):
+    workers = {"dedicated": _HERE, "borrowed": ["http://127.0.0.1:9"]}
+    workers[kind] = [*workers[kind], far]
+    for host in ({}, _CHAINS, {**_CHAINS, "host": "Localhost"}, {**_CHAINS, "host": "0.0.0.0"}):
+        changes = {"broadcast": host} if host else {}
+        with pytest.raises(ConfigurationError, match=r"broadcast: .*host: ADDRESS.*store: mooncake://") as caught:
+            read_train_config(_write(tmp_path, workers=workers, **changes))
+        assert f"({far})" in str(caught.value), "only what cannot be reached is named"
+    for way in ({"broadcast": {**_CHAINS, "host": "10.0.0.4"}}, {"store": "mooncake://10.0.0.4:50051"}):
+        read_train_config(_write(tmp_path, workers=workers, **way))
+
+
+@pytest.mark.parametrize("changes", [{}, {"broadcast": _CHAINS}, {"broadcast": {**_CHAINS, "host": "10.0.0.4"}}])
+def test_engines_on_the_learners_machine_need_no_address_of_it(tmp_path, changes):
+    config = read_train_config(_write(tmp_path, workers={"dedicated": _HERE}, **changes))
+    assert config.relay_host == changes.get("broadcast", {}).get("host", "127.0.0.1")
+
+
 @pytest.mark.parametrize("text", ["", "a: [", "- a", "\x00"])
 def test_what_is_no_yaml_is_refused(tmp_path, text):
     (tmp_path / "x.yaml").write_text(text)
@@ -101,6 +125,7 @@ def test_mistakes_end_the_command_at_once(tmp_path):
     for args, says in (
         ((tmp_path / "none.yaml",), "cannot be read"),
         ((_write(tmp_path, stpes=3),), "did you mean steps?"),
+        ((_write(tmp_path, workers={"dedicated": ["http://192.0.2.1:1"]}),), "the learner's relay on 127.0.0.1"),
         ((_write(tmp_path),), "start the engine first"),
     ):
         done, _ = run(*args)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 from collections.abc import Callable
 from urllib.parse import urlsplit
 
@@ -38,3 +39,12 @@ def check_url(url: str, with_path: bool = False) -> str:
     if not usable or parts.username or parts.password or parts.query or parts.fragment:
         raise ValueError(f"{url!r} is no address such as http://127.0.0.1:8000")
     return url.rstrip("/")
+
+
+def is_own_machine(host: str) -> bool:
+    """Whether an address means, on any machine, that machine itself: localhost, 127.0.0.1, ::1, 0.0.0.0 and so on."""
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return host.lower() == "localhost"
+    return address.is_loopback or address.is_unspecified

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import http.client
-import ipaddress
 import json
 import math
 import sys
@@ -22,6 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from vllm_coserve.api.errors import ConfigurationError
+from vllm_coserve.api.flags import is_own_machine
 from vllm_coserve.api.messages import Pages, Status
 
 _TIMEOUT_S = 5.0
@@ -62,7 +62,7 @@ def fetch(url: str, api_key: str | None) -> dict[str, Any]:
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     request = urllib.request.Request(f"{url}/coserve/v1/status", headers=headers)
     handlers: list[urllib.request.BaseHandler] = [_NoRedirect()]
-    if _is_loopback(urlsplit(url).hostname or ""):
+    if is_own_machine(urlsplit(url).hostname or ""):
         handlers.append(urllib.request.ProxyHandler({}))  # whatever http_proxy says
     try:
         with urllib.request.build_opener(*handlers).open(request, timeout=_TIMEOUT_S) as answer:
@@ -88,13 +88,6 @@ def fetch(url: str, api_key: str | None) -> dict[str, Any]:
     if not isinstance(got, dict):
         raise UnreachableError(f"{url} answered something else than a status: is it the rollout engine's server?")
     return got
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def parse(got: dict[str, Any]) -> Status:

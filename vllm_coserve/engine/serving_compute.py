@@ -84,20 +84,22 @@ class ServingCompute:
             self._gate.await_nearly_free(_LEAD_S)
             self._note_grant(used)
             return True
-        return self._gate.await_nearly_free(_LEAD_S) or (not self._denied_ahead and self._grant(self._free_at_s()))
+        return self._gate.await_nearly_free(_LEAD_S) or (
+            not self._denied_ahead and self._grant(self._free_at_s(), self._decoding)
+        )
 
     def _free_at_s(self) -> float:
         return max(time.monotonic(), self._gate.free_at_ns() / _NS)
 
-    def _grant(self, from_s: float) -> bool:
-        """Grant a turn that begins at `from_s`, if slack allows it then."""
+    def _grant(self, from_s: float, decoding: dict[str, Decoding]) -> bool:
+        """Grant a turn that begins at `from_s`, if slack allows it then; `decoding`: each request's tokens by then."""
         if not (self.scheduler.running or self.scheduler.waiting):
             return False
         offer = self._offer()
         heartbeat_ns = self._block.get(Word.ROLLOUT_HEARTBEAT_NS)
         if not (offer.decode_requests or offer.prefill_tokens) or heartbeat_ns == self._unheeded_ns:
             return False
-        slack = self._slack(from_s)
+        slack = self._slack(from_s, decoding)
         if slack.seconds == math.inf and self._turn_since_step:
             return False  # no SLO bounds this wait, but serving's users still get every other step
         seconds = max(-3600.0, min(3600.0, slack.seconds))
@@ -137,9 +139,9 @@ class ServingCompute:
             decode_requests=get(Word.OFFER_DECODES),
         )
 
-    def _slack(self, now_s: float) -> Slack:
+    def _slack(self, now_s: float, decoding: dict[str, Decoding]) -> Slack:
         return serving_slack(
-            self._facts(now_s),
+            self._facts(now_s, decoding),
             self._slo,
             self._clock.model,
             policy=self._config.policy,
@@ -148,7 +150,7 @@ class ServingCompute:
             tpot_spend=self._tpot_spend.spend,
         )
 
-    def _facts(self, now_s: float) -> ServingFacts:
+    def _facts(self, now_s: float, decoding: dict[str, Decoding]) -> ServingFacts:
         to_monotonic = time.monotonic() - time.time()
         prefills: list[PendingPrefill] = []
         decodes: list[Decoding] = []
@@ -159,7 +161,7 @@ class ServingCompute:
                 prefills.append(PendingPrefill(request.arrival_time + to_monotonic, left, request.num_computed_tokens))
                 continue
             context += request.num_computed_tokens
-            decodes.append(self._decoding.get(request.request_id) or Decoding(now_s, now_s, 1))
+            decodes.append(decoding.get(request.request_id) or Decoding(now_s, now_s, 1))
         for request in self.scheduler.waiting:
             if len(prefills) >= _MAX_PREFILLS_SEEN:
                 break
@@ -206,12 +208,9 @@ class ServingCompute:
             return
         assert self._clock.shape is not None
         end_s = self._free_at_s() + self._clock.model.predict_s(self._clock.shape)
-        followed = dict(self._decoding)
-        self._follow(scheduled, end_s)
-        try:
-            self._denied_ahead = not self._grant(end_s)
-        finally:
-            self._decoding = followed
+        decoding = dict(self._decoding)
+        self._follow(decoding, scheduled, end_s)
+        self._denied_ahead = not self._grant(end_s, decoding)
 
     def after_device(self, scheduler_output: Any) -> None:
         """The worker has answered; the step's tokens go out next."""
@@ -222,7 +221,7 @@ class ServingCompute:
             overlapped = self._overlapped or self._gate.rollout_is_stuck()
             self._ended = start_ns, end_ns, self._config.gated and not overlapped
         if self.rollout_has_requests():
-            self._follow(scheduler_output, end_ns / 1e9)
+            self._follow(self._decoding, scheduler_output, end_ns / 1e9)
             self._learn_from_finished(scheduler_output)
         elif self._decoding:
             self._decoding.clear()  # what is not followed is thought to begin anew
@@ -231,9 +230,9 @@ class ServingCompute:
         """Running or waiting ones. Any thread."""
         return bool(self._block.get(Word.ROLLOUT_RUNNING) or self._block.get(Word.ROLLOUT_WAITING))
 
-    def _follow(self, scheduler_output: Any, now_s: float) -> None:
-        """Note when each request got its tokens; only a rollout that wants the device makes anybody ask."""
-        decoding, requests = self._decoding, self.scheduler.requests
+    def _follow(self, decoding: dict[str, Decoding], scheduler_output: Any, now_s: float) -> None:
+        """Note in `decoding` when requests got their tokens; only a rollout that wants the device makes anybody ask."""
+        requests = self.scheduler.requests
         for req_id in scheduler_output.num_scheduled_tokens:
             request = requests.get(req_id)
             if request is not None and request.num_computed_tokens >= request.num_prompt_tokens:
