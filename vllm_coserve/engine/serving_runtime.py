@@ -17,7 +17,7 @@ from vllm_coserve.engine.core_runtime import KIND_WORKER, SIDE_ROLLOUT, SIDE_SER
 from vllm_coserve.engine.device import device_index, has_ended
 from vllm_coserve.engine.serving_compute import ServingCompute
 from vllm_coserve.memory.devices import make_eraser
-from vllm_coserve.memory.ledger import Owner, ServingLedger, nobody_holds
+from vllm_coserve.memory.ledger import Owner, ServingLedger, has_weight_pages, nobody_holds
 from vllm_coserve.policy.memory import (
     MemoryConfig,
     MemoryFacts,
@@ -222,10 +222,11 @@ class ServingRuntime(CoreRuntime):
         lent = alive and get(Word.ROLLOUT_DEACTIVATED) and not get(Word.ACTIVE_WANTED)
         used, config = get(Word.SERVING_USED_PAGES), self._memory_config
         self._withholding = not lent and can_spare_weight_pages(used, block.pool_pages, config, self._withholding)
-        before, self._weight_pages_left = self._weight_pages_left, self.ledger.withhold(self._withholding)
+        were_back = has_weight_pages(block.owners, block.pool_pages)
+        self._weight_pages_left = self.ledger.withhold(self._withholding)
         if self._weight_pages_left:
             self.wake_main()
-        elif before:
+        elif self._withholding and not were_back:
             block.ring(Bell.ROLLOUT_CORE)
             block.ring(Bell.SUPERVISOR)
 

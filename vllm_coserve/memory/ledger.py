@@ -70,17 +70,19 @@ class ServingLedger:
     @property
     def free_pages(self) -> int:
         """Pages that nobody maps and serving could be handed."""
-        return self._free(Owner.SERVING).size
+        return self._count_free(self._open_to(Owner.SERVING))
 
-    def _free(self, owner: Owner) -> np.ndarray:
-        """Pages that can be handed to `owner`, ascending."""
-        owners = self._owners
-        if owner != Owner.SERVING or self._withholding:
-            owners = owners[: self._pool_pages]
-        free = owners <= np.uint8(Owner.FREE_CLEAN)
-        # Weight pages have memory only when they are clean, and it may not be had at once.
-        free[self._pool_pages :] &= owners[self._pool_pages :] != np.uint8(Owner.FREE_DIRTY)
-        return np.flatnonzero(free)
+    def _open_to(self, owner: Owner) -> np.ndarray:
+        """States of the pages that `owner` may have when they are free."""
+        return self._owners if owner == Owner.SERVING and not self._withholding else self._owners[: self._pool_pages]
+
+    def _count_free(self, owners: np.ndarray) -> int:
+        """Weight pages are free only when they are clean: their memory may not be there to be had."""
+        of_pool, of_weights = owners[: self._pool_pages], owners[self._pool_pages :]
+        return int(
+            np.count_nonzero(of_pool <= np.uint8(Owner.FREE_CLEAN))
+            + np.count_nonzero(of_weights == np.uint8(Owner.FREE_CLEAN))
+        )
 
     def take(self, count: int, owner: Owner, keep_free: int = 0) -> list[int]:
         """Hand up to `count` free pages to `owner`, lowest numbers first so that runs stay contiguous.
@@ -91,12 +93,11 @@ class ServingLedger:
         if count <= 0:
             return []
         with self._lock:
-            free = self._free(owner)
-            count = max(0, min(count, free.size - keep_free))
-            clean = self._owners[free] == np.uint8(Owner.FREE_CLEAN)
-            pages = free[clean][:count]
+            owners = self._open_to(owner)
+            count = max(0, min(count, self._count_free(owners) - keep_free))
+            pages = _in_state(owners, Owner.FREE_CLEAN)[:count]
             if short := count - pages.size:
-                dirty = free[~clean][:short]
+                dirty = _in_state(owners[: self._pool_pages], Owner.FREE_DIRTY)[:short]
                 for first, run in runs(dirty.tolist()):
                     self._erase(first, run)
                 pages = np.sort(np.concatenate((pages, dirty)))
