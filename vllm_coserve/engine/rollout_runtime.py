@@ -25,9 +25,7 @@ from vllm_coserve.memory.ledger import RolloutLedger, has_weight_pages
 from vllm_coserve.policy.latency import StepShape
 from vllm_coserve.policy.victims import Candidate, choose_victims
 
-_TURN_WAIT_S = 0.005
-_GRANT_WAIT_S = 0.002
-_UNMAP_WAIT_S = 0.05
+_TURN_WAIT_S, _GRANT_WAIT_S, _UNMAP_WAIT_S = 0.005, 0.002, 0.05
 _NOTHING_SCHEDULED_BACKOFF_S = 0.005
 _SPARE_BLOCKS = 8  # asked for ahead of need, beside one block a running request
 _LISTEN_S = 0.05
