@@ -172,4 +172,6 @@ def test_static_halves_leave_nothing_over():
     config = MemoryConfig(mode="static")
     for pool in (4, 7, 100):
         assert serving_limit_pages(pool, config) + pool // 2 == pool
+        assert serving_limit_pages(pool, config, weight_pages=20) == serving_limit_pages(pool, config)
     assert serving_limit_pages(100, MemoryConfig()) == 100
+    assert serving_limit_pages(100, MemoryConfig(), weight_pages=20) == 120

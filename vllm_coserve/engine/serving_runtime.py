@@ -123,7 +123,7 @@ class ServingRuntime(CoreRuntime):
 
     def acquire_pages(self, wanted: int, needed: int) -> list[int]:
         """See `block_pool.Pager`: free pages at once; for what is needed beyond, the rollout must give."""
-        limit = serving_limit_pages(self.block.pool_pages, self._memory_config) + self.block.weight_pages
+        limit = serving_limit_pages(self.block.pool_pages, self._memory_config, self.block.weight_pages)
         room = limit - self.ledger.count(Owner.SERVING)
         wanted, needed = min(wanted, room), min(needed, room)
         pages = self.ledger.take(max(wanted, needed), Owner.SERVING)

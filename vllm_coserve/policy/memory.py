@@ -56,9 +56,9 @@ def headroom_pages(pool_pages: int, config: MemoryConfig) -> int:
     return math.ceil(config.headroom_fraction * pool_pages)
 
 
-def serving_limit_pages(pool_pages: int, config: MemoryConfig) -> int:
-    """Most pages that serving may hold."""
-    return pool_pages - pool_pages // 2 if config.mode == "static" else pool_pages
+def serving_limit_pages(pool_pages: int, config: MemoryConfig, weight_pages: int = 0) -> int:
+    """Most pages that serving may hold, of the pool and in place of the rollout's weights."""
+    return pool_pages - pool_pages // 2 if config.mode == "static" else pool_pages + weight_pages
 
 
 def can_spare_weight_pages(serving_used_pages: int, pool_pages: int, config: MemoryConfig, begun: bool) -> bool:
