@@ -61,7 +61,7 @@ def check(pool, pager):
         assert block.ref_cnt == 0
         assert all(slots.page_of[s] >= 0 for s in slots.geometry.slots_of(block.block_id))
     usable = {b for s in range(8) for b in slots.usable_on(s)}
-    in_use = {b.block_id for b in pool.blocks if b.ref_cnt and not b.is_null}
+    in_use = {b.block_id for b in pool.blocks if b.ref_cnt and not b.is_null} | pool._kept
     assert set(ids) == usable - in_use
     assert slots.num_used_blocks == len(in_use)
     assert {s: p for s, p in pager.table.items() if p >= 0} == {s: p for s, p in enumerate(slots.page_of) if p >= 0}
@@ -155,3 +155,62 @@ def test_random_use_keeps_the_invariants(ops, free_pages, block_bytes, group):
         check(pool, pager)
     mapped, spare = pool.slots.num_mapped, len(pool._spare_pages)
     assert pager.free + mapped + spare == free_pages, "no page is lost"
+
+
+def test_slots_that_are_to_come_free_do_when_the_requests_on_them_end_whoever_comes_meanwhile():
+    pool, pager = make_pool(free_pages=8)
+    pool.ensure_free(20, "before")
+    old = pool.get_new_blocks(20)
+    cache(pool, old[:12])
+    closing = sorted({s for b in old[6:] for s in pool.slots.geometry.slots_of(b.block_id)})
+    pages = pool.vacate(closing, 1.0)
+    check(pool, pager)
+    assert not any(find(pool, b.block_id) for b in old[7:12]), "nobody finds what lies there"
+    newer = []
+    while any(pool.slots.page_of[s] >= 0 for s in closing):
+        if old:
+            pool.free_blocks([old.pop()])
+        fresh = pool.get_new_blocks(min(2, pool.get_num_free_blocks()))
+        newer += fresh
+        assert not any(set(pool.slots.geometry.slots_of(b.block_id)) & set(closing) for b in fresh)
+        if len(newer) > 3:
+            pool.free_blocks([newer.pop(0)])
+        pages += pool.vacate([s for s in closing if pool.slots.page_of[s] >= 0], 1.0)
+        check(pool, pager)
+    assert len(pages) == len(set(pages)) == len(closing)
+    pool.free_blocks(old + newer)
+    check(pool, pager)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.sampled_from([300, 1000, 1700]),
+    st.lists(st.tuples(st.sampled_from("agcvvrf"), st.integers(0, 9)), max_size=40),
+)
+def test_closing_and_reopening_slots_loses_no_block(block_bytes, moves):
+    """a: allocate, g: give (free), c: cache in use, v: vacate some slots, r: reopen, f: find and touch."""
+    pool, pager = make_pool(free_pages=8, block_bytes=block_bytes)
+    held = []
+    for move, n in moves:
+        if move == "a":
+            pool.ensure_free(n, "r")
+            held += pool.get_new_blocks(min(n, pool.get_num_free_blocks()))
+        elif move == "g" and held:
+            pool.free_blocks([held.pop(n % len(held))])
+        elif move == "c" and held and held[n % len(held)].block_hash is None:
+            cache(pool, [held[n % len(held)]])
+        elif move == "v":
+            mapped = [s for s in range(n % 8, 8) if pool.slots.page_of[s] >= 0]
+            before = pager.free
+            pager.free += len(pool.vacate(mapped, 1.0))
+            assert pager.free >= before
+        elif move == "r":
+            pool.reopen()
+        elif move == "f" and (found := find(pool, n)):
+            pool.touch(found)
+            held += found
+        check(pool, pager)
+    pool.reopen()
+    pool.free_blocks(held)
+    check(pool, pager)
+    assert pool.slots.num_used_blocks == 0

@@ -1,6 +1,6 @@
 """How much memory the host can spare, by its files and those of its control groups."""
 
-from vllm_coserve.engine.host_memory import spare_host_bytes
+from vllm_coserve.memory.host_memory import spare_host_bytes
 
 
 def test_spare_host_memory_is_what_the_tightest_limit_leaves(tmp_path):

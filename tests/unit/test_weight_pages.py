@@ -103,15 +103,49 @@ def test_serving_is_handed_no_weight_page_whose_memory_cannot_be_had(block):
         assert ledger.withhold(True) == 0 and has_weight_pages(block.owners, _POOL)
 
 
-def test_memory_that_cannot_be_given_back_stays_the_pools(block):
-    def fails(page, count):
-        raise OSError("scripted")
+def test_no_page_is_handed_out_whose_memory_is_gone_when_giving_it_back_fails_half_way(block, monkeypatch):
+    monkeypatch.setattr("vllm_coserve.memory.ledger._DISCARDED_AT_ONCE", 1)
+    made, fails = set(), [True]
 
-    ledger = ServingLedger(block.owners, lambda page, count: None, weight_pages=_WEIGHTS, discard=fails)
+    def discard(page, count):
+        if page > _POOL and fails:
+            raise OSError(fails.pop())
+        made.difference_update(range(page, page + count))
+
+    ledger = ServingLedger(
+        block.owners, lambda page, count: made.update(range(page, page + count)), weight_pages=_WEIGHTS, discard=discard
+    )
     RolloutLedger(block.owners).lend_weight_pages(_POOL, _WEIGHTS)
-    with pytest.raises(OSError, match="scripted"):
+    ledger.withhold(False)
+    ledger.make_weight_pages(99)
+    with pytest.raises(OSError):
         ledger.withhold(True)
     assert not has_weight_pages(block.owners, _POOL)
+    ledger.withhold(False)
+    taken = ledger.take(99, Owner.SERVING)
+    assert {page for page in taken if page >= _POOL} <= made
+    ledger.put(taken)
+    assert ledger.withhold(True) == 0 and not made & set(range(_POOL, _POOL + _WEIGHTS))
+
+
+def test_weight_pages_are_the_last_that_serving_is_handed(block, ledger):
+    RolloutLedger(block.owners).lend_weight_pages(_POOL, _WEIGHTS)
+    ledger.withhold(False)
+    ledger.make_weight_pages(99)
+    assert ledger.take(_POOL + 1, Owner.SERVING) == list(range(_POOL + 1)), "also where the pool's are not clean"
+
+
+def test_a_host_without_memory_to_spare_gives_none_for_weight_pages():
+    page, spare = 64 << 10, [0]
+    fd = create_pool(_POOL, page, _WEIGHTS)
+    eraser = PoolEraser(fd, _POOL, page, _WEIGHTS, spare_bytes=lambda: spare[0])
+    eraser.zero(0, _POOL)
+    with pytest.raises(OSError, match="no memory to spare"):
+        eraser.zero(_POOL)
+    spare[0] = 1 << 40
+    eraser.zero(_POOL)
+    eraser.close()
+    os.close(fd)
 
 
 @pytest.mark.parametrize(
@@ -132,7 +166,7 @@ def test_host_memory_under_weight_pages_comes_with_zeroing_and_goes_with_discard
     def resident():
         return os.fstat(fd).st_blocks * 512 // page
 
-    eraser, driver = PoolEraser(fd, _POOL + _WEIGHTS, page), HostDriver(fd, _POOL + _WEIGHTS, page)
+    eraser, driver = PoolEraser(fd, _POOL, page, _WEIGHTS), HostDriver(fd, _POOL + _WEIGHTS, page)
     assert resident() == _POOL
     eraser.zero(_POOL, 2)
     assert resident() == _POOL + 2
@@ -210,6 +244,7 @@ def _serving(block, ledger):
     runtime = SimpleNamespace(
         block=block, ledger=ledger, _memory_config=MemoryConfig(), _withholding=True, _weight_pages_left=0, woken=0
     )
+    runtime.pool = SimpleNamespace(slots=SimpleNamespace(num_used_slots=0))
     runtime.wake_main = lambda: setattr(runtime, "woken", runtime.woken + 1)
     return runtime
 
@@ -220,15 +255,16 @@ def test_the_arbiter_lends_them_while_the_rollout_lives_and_is_deactivated(block
     block.set(Word.ROLLOUT_DEACTIVATED, 1)
     theirs.lend_weight_pages(_POOL, _WEIGHTS)
     ServingRuntime._share_weight_pages(runtime)
+    assert runtime.woken == 1, "slots that it has closed are open again"
     ledger.make_weight_pages(99)
     held = ledger.take(9, Owner.SERVING)
-    block.set(Word.SERVING_USED_PAGES, 9)
+    runtime.pool.slots.num_used_slots = 9
     block.set(Word.ACTIVE_WANTED, 1)
     ServingRuntime._share_weight_pages(runtime)
-    assert ledger.free_pages == 2 and not runtime.woken, "serving needs them"
-    block.set(Word.SERVING_USED_PAGES, 1)
+    assert ledger.free_pages == 2 and runtime.woken == 1, "serving needs them"
+    runtime.pool.slots.num_used_slots = 1
     ServingRuntime._share_weight_pages(runtime)
-    assert runtime.woken and not has_weight_pages(block.owners, _POOL)
+    assert runtime.woken == 2 and not has_weight_pages(block.owners, _POOL)
     ledger.put(held)
     ServingRuntime._share_weight_pages(runtime)
     assert has_weight_pages(block.owners, _POOL) and not runtime._weight_pages_left
@@ -259,10 +295,16 @@ def test_they_go_back_when_the_rollout_dies_or_is_activated(block, ledger, word)
 )
 def test_the_rollout_lends_what_its_weights_have_really_left(block, freed_bytes, loaded, busy, lent):
     block.set(Word.FREED_BYTES, freed_bytes)
-    weights = SimpleNamespace(loaded=loaded, busy=busy)
-    runtime = SimpleNamespace(block=block, weights=weights, ledger=RolloutLedger(block.owners))
-    RolloutRuntime._lend_weight_pages(runtime)
+    runtime = RolloutRuntime.__new__(RolloutRuntime)
+    runtime.block, runtime.ledger = block, RolloutLedger(block.owners)
+    runtime.weights = SimpleNamespace(loaded=loaded, busy=busy, waits=False)
+    runtime._lend_weight_pages()
+    assert (block.owners == Owner.WEIGHTS).sum() == _WEIGHTS, "serving would not know yet that it may"
+    block.set(Word.ROLLOUT_DEACTIVATED, 1)
+    assert runtime._has_orders() == bool(lent), "also where an activation has taken them back, and was revoked"
+    runtime._lend_weight_pages()
     assert (block.owners == Owner.WEIGHTS).sum() == _WEIGHTS - lent
+    assert not runtime._has_orders()
 
 
 def test_a_restart_waits_until_serving_has_left_the_weights_memory(block, ledger, caplog, monkeypatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from typing import Protocol
@@ -69,6 +70,8 @@ class ElasticBlockPool(BlockPool):
         self._request: str | None = None
         self._last_slot: OrderedDict[str, int] = OrderedDict()  # where a request's latest block lies
         self._spare_pages: list[int] = []
+        self._closed: dict[int, int] = {}  # slots that are to come free -> how many blocks on them are kept
+        self._kept: set[int] = set()
 
     # ---- what vLLM calls
 
@@ -113,6 +116,10 @@ class ElasticBlockPool(BlockPool):
         for block in ordered_blocks:
             block.ref_cnt -= 1
             if block.ref_cnt or block.is_null:
+                continue
+            if self._closed and not self._closed.keys().isdisjoint(self.slots.geometry.slots_of(block.block_id)):
+                self._maybe_evict_cached_block(block)
+                self._keep(block.block_id)
                 continue
             keep = self.enable_caching and block.block_hash is not None
             self.slots.release(block.block_id, keep)
@@ -199,6 +206,68 @@ class ElasticBlockPool(BlockPool):
         if slots:
             self._pager.set_slots(slots, [-1] * len(slots))
         return pages
+
+    def vacate(self, slots: Iterable[int], bound_s: float) -> list[int]:
+        """Have slots come free as the requests on them end, and unmap those on which none is left.
+
+        No other request gets a block on them or finds prefix cache there, until `reopen`. Call it again and again.
+
+        Args:
+            slots: mapped ones; those that were given before are looked after too.
+            bound_s: about how long it may take to close further slots; the rest is for the next call.
+
+        Returns:
+            Pages as `drop_slots` does.
+        """
+        end_s = time.monotonic() + bound_s
+        for slot in slots:
+            if slot not in self._closed:
+                self._close(slot)
+                if time.monotonic() > end_s:
+                    break
+        pages = []
+        for slot in [s for s, kept in self._closed.items() if self.slots.used[s] == kept]:
+            for block_id in self._kept.intersection(self.slots.geometry.blocks_of(slot)):
+                self._let_go(block_id)
+            del self._closed[slot]
+            pages += self.drop_slots([slot])
+        return pages
+
+    def reopen(self) -> None:
+        """Use again what `vacate` has kept from requests."""
+        for block_id in list(self._kept):
+            self._let_go(block_id)
+        self._closed.clear()
+
+    def _close(self, slot: int) -> None:
+        self._closed[slot] = 0
+        for block_id in list(self.slots.usable_on(slot)):
+            block = self.blocks[block_id]
+            if block_id in self._kept:  # it lies on another closed slot too
+                self._closed[slot] += 1
+            elif block.ref_cnt:
+                self._maybe_evict_cached_block(block)
+            else:
+                if block.block_hash is not None:
+                    self._drop_cached(block)
+                self.free_block_queue.remove(block)
+                self.slots.use_free(block_id)
+                self._keep(block_id)
+
+    def _keep(self, block_id: int) -> None:
+        """A block that no request has counts as in use: so nobody is given it, and its slots stay."""
+        self._kept.add(block_id)
+        for slot in self.slots.geometry.slots_of(block_id):
+            if slot in self._closed:
+                self._closed[slot] += 1
+
+    def _let_go(self, block_id: int) -> None:
+        self._kept.remove(block_id)
+        for slot in self.slots.geometry.slots_of(block_id):
+            if slot in self._closed:
+                self._closed[slot] -= 1
+        self.slots.release(block_id, False)
+        self.free_block_queue.prepend_n([self.blocks[block_id]])
 
     def take_spare_pages(self) -> list[int]:
         """Pages that are ours and mapped nowhere; they may be given back at once."""

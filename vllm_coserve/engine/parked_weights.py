@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from vllm_coserve.engine.host_memory import spare_host_bytes
 from vllm_coserve.memory.driver import PageDriver
+from vllm_coserve.memory.host_memory import spare_host_bytes
 from vllm_coserve.memory.tensors import int8_over
 
 # A copy of so much takes 0.6 ms at 55 GB/s, some hundred times its fixed cost; a copy of serving's waits no longer.

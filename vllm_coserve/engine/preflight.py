@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import socket
 from pathlib import Path
 
@@ -47,8 +49,9 @@ def weight_pages_of(config: CoserveConfig) -> int:
     0 where their size cannot be told before they are loaded: then the memory goes back to the device only.
     """
     try:
-        return engine_facts(config.rollout, rollout_args(config)).weight_bytes // PAGE_BYTES
-    except ConfigurationError:
+        with contextlib.redirect_stderr(io.StringIO()):  # the rollout engine will say itself what is wrong with it
+            return engine_facts(config.rollout, rollout_args(config)).weight_bytes // PAGE_BYTES
+    except (Exception, SystemExit):  # recovery: files that are no checkpoint, arguments that vLLM refuses
         return 0
 
 

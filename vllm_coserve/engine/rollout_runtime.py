@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from vllm_coserve.api.context import Context
 from vllm_coserve.control.block import WHO_ROLLOUT, ControlBlock
 from vllm_coserve.control.events import EventKind, Writer
@@ -21,7 +23,7 @@ from vllm_coserve.engine.endings import (
 )
 from vllm_coserve.engine.rollout_weights import WeightsKeeper
 from vllm_coserve.engine.steps import step_shape
-from vllm_coserve.memory.ledger import RolloutLedger, has_weight_pages
+from vllm_coserve.memory.ledger import Owner, RolloutLedger, has_weight_pages
 from vllm_coserve.policy.latency import StepShape
 from vllm_coserve.policy.victims import Candidate, choose_victims
 
@@ -98,6 +100,7 @@ class RolloutRuntime(CoreRuntime):
             self.weights.waits
             or get(Word.RECLAIM_SEQ) != get(Word.RECLAIM_DONE_SEQ)
             or get(Word.ACTIVE_WANTED) == get(Word.ROLLOUT_DEACTIVATED)
+            or (not get(Word.ACTIVE_WANTED) and self._lendable_weight_pages() > 0)
         )
 
     # ---- compute
@@ -320,6 +323,7 @@ class RolloutRuntime(CoreRuntime):
         freeable = self.weights.busy or (self.weights.loaded and self.weights.can_free)
         if self.block.get(Word.ROLLOUT_DEACTIVATED) and not self._held and not freeable:
             self._lend_weight_pages()  # an activation may have taken them back, and then been revoked
+            self._changing_since_s = None
             return
         if self._changing_since_s is None:
             self._changing_since_s = time.monotonic()
@@ -337,12 +341,18 @@ class RolloutRuntime(CoreRuntime):
 
     def _lend_weight_pages(self) -> None:
         """Have serving use the memory of freed weights; it sees to that only once it sees the engine deactivated."""
+        if count := self._lendable_weight_pages():
+            self.ledger.lend_weight_pages(self.block.pool_pages, count)
+            self.block.ring(Bell.ARBITER)
+
+    def _lendable_weight_pages(self) -> int:
+        """How many first weight pages could be lent, 0 when none of them is the weights' now. Any thread."""
         block = self.block
-        if self.weights.loaded or self.weights.busy:
-            return
+        if self.weights.loaded or self.weights.busy or not block.get(Word.ROLLOUT_DEACTIVATED):
+            return 0
         count = min(block.weight_pages, block.get(Word.FREED_BYTES) // block.page_bytes)
-        if self.ledger.lend_weight_pages(block.pool_pages, count):
-            block.ring(Bell.ARBITER)
+        lent = block.owners[block.pool_pages :][:count] != np.uint8(Owner.WEIGHTS)
+        return 0 if lent.all() else count
 
     def _activate(self) -> None:
         """Bring the weights back, once serving has left their memory, and take requests again."""

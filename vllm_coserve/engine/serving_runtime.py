@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -28,12 +28,17 @@ from vllm_coserve.policy.memory import (
     urgent_reclaim_to,
 )
 
+if TYPE_CHECKING:
+    from vllm_coserve.engine.block_pool import ElasticBlockPool
+
 _RECLAIM_WAIT_S = 0.1  # a serving allocation waits for pages at most so long, then vLLM's scheduler does without
 # A rollout engine that owes pages for so long is killed: pages that serving waits for, and others. They follow within
 # milliseconds.
 _DEBT_KILL_S, _PATIENT_DEBT_KILL_S = 1.0, 5.0
 _TICK_S, _IDLE_TICK_S = 0.02, 0.1
 _CLEAN_S = 0.001  # of a tick, for zeroing free pages
+_MAKE_S = 0.005  # the same for getting the memory of weight pages ahead of need
+_VACATE_S = 0.002  # between two steps, for closing slots that are to come free
 
 
 class ServingRuntime(CoreRuntime):
@@ -108,12 +113,19 @@ class ServingRuntime(CoreRuntime):
             if spare:
                 self.ledger.put(spare)
             self._release_later(pool.drop_slots(pool.slots_to_give(wanted - len(spare))))
-        if self._weight_pages_left and pool is not None:
-            self.ledger.put(pool.take_spare_pages())
-            with_them = np.flatnonzero(self._table >= self.block.pool_pages).tolist()
-            self._release_later(pool.drop_slots(s for s in with_them if not pool.slots.used[s]))
-            self.block.ring(Bell.ARBITER)
+        if pool is not None:
+            self._leave_weight_pages(pool)
         self._publish_usage()
+
+    def _leave_weight_pages(self, pool: ElasticBlockPool) -> None:
+        """See to it that serving's pages in place of the rollout's weights come free, while they are wanted back."""
+        if not self._withholding:
+            pool.reopen()
+        elif self._weight_pages_left:
+            if spare := pool.take_spare_pages():
+                self._give_back(spare)
+            slots = np.flatnonzero(self._table >= self.block.pool_pages).tolist()
+            self._release_later(pool.vacate(slots, _VACATE_S))
 
     def _publish_usage(self) -> None:
         if self.pool is not None:
@@ -188,7 +200,7 @@ class ServingRuntime(CoreRuntime):
         block = self.block
         block.set(Word.SERVING_HEARTBEAT_NS, time.monotonic_ns())
         self._clear_dead_generation()
-        self._share_weight_pages()
+        self.guarded("sharing weight pages", self._share_weight_pages)
         facts = self._memory_facts()
         decision = self._memory.decide(facts)
         block.set(Word.BUDGET_PAGES, decision.budget_pages)
@@ -210,7 +222,7 @@ class ServingRuntime(CoreRuntime):
         self.ledger.clean_some(self.block.pool_pages, _CLEAN_S)
         # Memory in place of weights is made ahead of need, and no more of it: all must go before they come back.
         lacking = headroom_pages(block.pool_pages, self._memory_config) - self.ledger.free_pages
-        self.ledger.make_weight_pages(lacking)
+        self.ledger.make_weight_pages(lacking, _MAKE_S)
 
     def _share_weight_pages(self) -> None:
         """Use the memory of a deactivated rollout's weights, and give it back when they are to come back.
@@ -220,11 +232,13 @@ class ServingRuntime(CoreRuntime):
         block, get = self.block, self.block.get
         alive = get(Word.GENERATION) > get(Word.GENERATION_DEAD)
         lent = alive and get(Word.ROLLOUT_DEACTIVATED) and not get(Word.ACTIVE_WANTED)
-        used, config = get(Word.SERVING_USED_PAGES), self._memory_config
-        self._withholding = not lent and can_spare_weight_pages(used, block.pool_pages, config, self._withholding)
+        # Read here and now: what is published is as old as serving's last idle moment.
+        used, config = self.pool.slots.num_used_slots if self.pool is not None else 0, self._memory_config
+        before = self._withholding
+        self._withholding = not lent and can_spare_weight_pages(used, block.pool_pages, config, before)
         were_back = has_weight_pages(block.owners, block.pool_pages)
         self._weight_pages_left = self.ledger.withhold(self._withholding)
-        if self._weight_pages_left:
+        if self._weight_pages_left or (before and not self._withholding):
             self.wake_main()
         elif self._withholding and not were_back:
             block.ring(Bell.ROLLOUT_CORE)

@@ -21,11 +21,11 @@ from vllm_coserve.control.block import ControlBlock
 from vllm_coserve.control.words import Bell, Word
 from vllm_coserve.engine.checkpoint import difference, known_shapes, repack_embeddings
 from vllm_coserve.engine.device import use_device_of
-from vllm_coserve.engine.host_memory import resident_bytes
 from vllm_coserve.engine.parked_weights import PARK_PAGE_BYTES, ParkedWeights
 from vllm_coserve.engine.relayed_weights import NEWER, Puller, RelayedWeights
 from vllm_coserve.memory.devices import make_own_range
 from vllm_coserve.memory.driver import PageDriver
+from vllm_coserve.memory.host_memory import resident_bytes
 from vllm_coserve.weights.peering.reader import stop_forwarding
 from vllm_coserve.weights.replica import Replica
 
@@ -180,8 +180,10 @@ def _free(worker: Any) -> str:
         _PULLER.lock.release()
     gc.collect()
     _trim()
-    # On a CPU device weights are packed into objects that do not say how large they are.
-    _FREED_BYTES[:] = [_PARKED[0].nbytes if _PARKED else max(0, before_bytes - resident_bytes())]
+    if worker.device.type == "cpu":  # weights are packed into objects there that do not say how large they are
+        _FREED_BYTES[:] = [max(0, before_bytes - resident_bytes())]
+    else:
+        _FREED_BYTES[:] = [_PARKED[0].nbytes if _PARKED else 0]
     return ""
 
 

@@ -83,6 +83,10 @@ class CudaDriver:
         self._device.activate()
         self._clear(slot, count)
 
+    def maps(self, slot: int) -> bool:
+        """Whether a page is known to be mapped at a slot."""
+        return self._slots[slot] == _Slot.MAPPED
+
     def cover(self) -> None:
         """Put one page of memory under all slots that are not kept, so that an access anywhere is harmless.
 
@@ -220,11 +224,14 @@ class CudaEraser:
         assert self._range is not None, "the eraser is closed"
         end = page + count
         for weight_page in range(max(page, self._pool_pages), end):
-            if self._weights is not None and self._weights.make(weight_page):
+            assert self._weights is not None
+            self._weights.make(weight_page)
+            if not self._range.maps(weight_page):
                 try:
                     self._range.map_run(weight_page, weight_page, 1)
-                except CudaCallError:
-                    self._weights.discard(weight_page)
+                except CudaCallError:  # it may be mapped, but without access
+                    with contextlib.suppress(CudaCallError):
+                        self._range.unmap_run(weight_page, 1)
                     raise
         page = max(page, self._first)
         if page < end:

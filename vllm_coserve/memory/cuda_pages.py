@@ -133,22 +133,19 @@ class WithWeightPages:
         self._prop = device.allocation(shareable=False)
         self._handles: dict[int, Any] = {}
 
-    def make(self, page: int) -> bool:
-        """Get the memory of a weight page; False: it has some.
+    def make(self, page: int) -> None:
+        """Get the memory of a weight page, unless it has some.
 
         Raises:
             CudaCallError: the device has none.
         """
-        if page in self._handles:
-            return False
-        self._handles[page] = self._device.call("cuMemCreate", self.page_bytes, self._prop, 0)
-        return True
+        if page not in self._handles:
+            self._handles[page] = self._device.call("cuMemCreate", self.page_bytes, self._prop, 0)
 
     def discard(self, page: int) -> None:
         """Give the memory of a weight page back, if it has some."""
         handle = self._handles.pop(page, None)
-        if handle is not None:
-            self._device.release(handle)
+        self._device.release(*(() if handle is None else (handle,)))  # also what it could not release before
 
     def take(self, page: int) -> Any:
         return self.pool.take(page) if page < self.pool.num_pages else self._handles[page]

@@ -26,11 +26,19 @@ class Eraser(Protocol):
     """Zeroes free pages in place."""
 
     def zero(self, page: int, count: int = 1) -> None:
-        """Zero `count` consecutive pages; the caller knows that no engine maps them. Any thread."""
+        """Zero `count` consecutive pages; the caller knows that no engine maps them. Any thread.
+
+        Raises:
+            OSError: the memory of weight pages cannot be had.
+        """
         ...
 
     def discard(self, page: int, count: int) -> None:
-        """Give the memory of weight pages back, which no engine maps."""
+        """Give the memory of weight pages back, which no engine maps.
+
+        Raises:
+            OSError: it cannot be given back now; try again.
+        """
         ...
 
     def close(self) -> None:
@@ -85,7 +93,7 @@ def make_eraser(
     if context.device == "cpu":
         fd = context.open(context.pool_fd)
         try:
-            return PoolEraser(fd, pool_pages + weight_pages, page_bytes)
+            return PoolEraser(fd, pool_pages, page_bytes, weight_pages)
         finally:
             os.close(fd)
     from vllm_coserve.memory.cuda import CudaEraser, NoEraser

@@ -9,15 +9,19 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import mmap
 import os
+from collections.abc import Callable
 
 from vllm_coserve.api.errors import ConfigurationError
+from vllm_coserve.memory.host_memory import spare_host_bytes
 
 _PROT_NONE, _PROT_RW = 0, mmap.PROT_READ | mmap.PROT_WRITE
 _MAP_SHARED, _MAP_PRIVATE, _MAP_FIXED, _MAP_ANONYMOUS, _MAP_NORESERVE = 0x01, 0x02, 0x10, 0x20, 0x4000
 _MAP_POPULATE = 0x8000
 _MADV_POPULATE_WRITE = 23
+_HOST_RESERVE_BYTES = 512 << 20  # stays with others
 _FALLOC_FL_KEEP_SIZE, _FALLOC_FL_PUNCH_HOLE = 0x01, 0x02
 _FAILED = ctypes.c_void_p(-1).value
 
@@ -117,15 +121,29 @@ class PoolEraser:
     The C call releases the GIL, so a thread of the engine core can zero while the core works.
     """
 
-    def __init__(self, pool_fd: int, pool_pages: int, page_bytes: int) -> None:
-        """`pool_pages`: all that the file has, weight pages too."""
-        self._page_bytes, self._size = page_bytes, pool_pages * page_bytes
+    def __init__(
+        self,
+        pool_fd: int,
+        pool_pages: int,
+        page_bytes: int,
+        weight_pages: int = 0,
+        spare_bytes: Callable[[], int] = spare_host_bytes,
+    ) -> None:
+        """`spare_bytes`: memory of the host that can be had, for weight pages; the pool has its own."""
+        self._page_bytes, self._size = page_bytes, (pool_pages + weight_pages) * page_bytes
+        self._pool_pages, self._spare_bytes = pool_pages, spare_bytes
         self._fd = os.dup(pool_fd)
         self._base: int | None = _mmap(None, self._size, _PROT_RW, _MAP_SHARED, pool_fd)
 
     def zero(self, page: int, count: int = 1) -> None:
-        """Zero `count` consecutive pages; the caller knows that nobody maps them."""
+        """Zero `count` consecutive pages; the caller knows that nobody maps them.
+
+        Raises:
+            OSError: the host has no memory to spare for weight pages. It would end some process to get it.
+        """
         assert self._base is not None, "the eraser is closed"
+        if page + count > self._pool_pages and self._spare_bytes() < count * self._page_bytes + _HOST_RESERVE_BYTES:
+            raise OSError(errno.ENOMEM, f"the host has no memory to spare for {count} pages in place of weights")
         _memset(self._base + page * self._page_bytes, 0, count * self._page_bytes)
 
     def discard(self, page: int, count: int) -> None:

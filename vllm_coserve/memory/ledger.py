@@ -26,6 +26,7 @@ from enum import IntEnum
 import numpy as np
 
 _LOCKED_S = 0.0002  # about how long an allocation may wait for pages that are being zeroed
+_DISCARDED_AT_ONCE = 4  # weight pages, for the same reason
 
 
 class Owner(IntEnum):
@@ -88,19 +89,24 @@ class ServingLedger:
         """Hand up to `count` free pages to `owner`, lowest numbers first so that runs stay contiguous.
 
         Clean pages are preferred; dirty ones are zeroed here when there are not enough. With `keep_free` so many pages
-        stay free, whatever another thread takes meanwhile. Weight pages are for serving only.
+        stay free, whatever another thread takes meanwhile. Weight pages are for serving only, when nothing else is
+        left: what lies on them is in the way of the weights.
         """
         if count <= 0:
             return []
         with self._lock:
             owners = self._open_to(owner)
             count = max(0, min(count, self._count_free(owners) - keep_free))
-            pages = _in_state(owners, Owner.FREE_CLEAN)[:count]
+            of_pool, of_weights = owners[: self._pool_pages], owners[self._pool_pages :]
+            pages = _in_state(of_pool, Owner.FREE_CLEAN)[:count]
             if short := count - pages.size:
-                dirty = _in_state(owners[: self._pool_pages], Owner.FREE_DIRTY)[:short]
+                dirty = _in_state(of_pool, Owner.FREE_DIRTY)[:short]
                 for first, run in runs(dirty.tolist()):
                     self._erase(first, run)
                 pages = np.sort(np.concatenate((pages, dirty)))
+            if short := count - pages.size:
+                last = self._pool_pages + _in_state(of_weights, Owner.FREE_CLEAN)[:short]
+                pages = np.concatenate((pages, last))
             self._owners[pages] = owner
         return pages.tolist()
 
@@ -121,18 +127,23 @@ class ServingLedger:
 
         Returns:
             How many serving still has, 0 unless `wanted`.
+
+        Raises:
+            OSError: memory cannot be given back now. Its pages stay free, and serving is not handed them.
         """
         with self._lock:
             self._withholding = wanted
             if not wanted:
                 return 0
             self._out_of_memory = False
-            of_weights = self._owners[self._pool_pages :]
-            free = np.flatnonzero(of_weights <= np.uint8(Owner.FREE_CLEAN))
-            for first, count in runs(free.tolist()):
+        of_weights = self._owners[self._pool_pages :]
+        while (free := np.flatnonzero(of_weights <= np.uint8(Owner.FREE_CLEAN))).size:
+            first, count = runs(free[:_DISCARDED_AT_ONCE].tolist())[0]
+            with self._lock:
+                of_weights[first : first + count] = Owner.FREE_DIRTY  # what has no memory is never clean
                 self._discard(self._pool_pages + first, count)
-            of_weights[free] = Owner.WEIGHTS
-            return int(np.count_nonzero(of_weights != np.uint8(Owner.WEIGHTS)))
+                of_weights[first : first + count] = Owner.WEIGHTS
+        return int(np.count_nonzero(of_weights != np.uint8(Owner.WEIGHTS)))
 
     @property
     def reserve_pages(self) -> int:
@@ -141,27 +152,22 @@ class ServingLedger:
             return 0
         return _in_state(self._owners[self._pool_pages :], Owner.FREE_DIRTY).size
 
-    def make_weight_pages(self, count: int) -> int:
-        """Get the memory of up to `count` weight pages that may be had; returns how many are free now that were not.
+    def make_weight_pages(self, count: int, bound_s: float = math.inf) -> int:
+        """Get the memory of up to `count` weight pages that may be had, for about `bound_s` seconds; see `clean_some`.
+
+        Returns:
+            How many are free now that were not.
 
         Raises:
             OSError: the device has none to spare. It is not asked again until they were withheld.
         """
-        made = 0
-        for _ in range(min(count, self.reserve_pages)):
-            with self._lock:
-                dirty = _in_state(self._owners[self._pool_pages :], Owner.FREE_DIRTY)
-                if self._withholding or not dirty.size:
-                    break
-                page = self._pool_pages + int(dirty[0])
-                try:
-                    self._erase(page, 1)
-                except OSError:
-                    self._out_of_memory = True
-                    raise
-                self._owners[page] = Owner.FREE_CLEAN
-            made += 1
-        return made
+        if count <= 0 or not self.reserve_pages:
+            return 0
+        try:
+            return self._clean(self._pool_pages, self._owners.size, count, bound_s)
+        except OSError:
+            self._out_of_memory = True
+            raise
 
     def clean_some(self, limit: int, bound_s: float = math.inf) -> int:
         """Zero up to `limit` dirty pages of the pool, for about `bound_s` seconds, off everybody's critical path.
@@ -172,12 +178,15 @@ class ServingLedger:
         Returns:
             How many.
         """
+        return self._clean(0, self._pool_pages, limit, bound_s)
+
+    def _clean(self, start: int, end: int, limit: int, bound_s: float) -> int:
         done, longest = 0, 1
         now_s = self._clock()
         end_s = now_s + bound_s
         while done < limit and now_s < end_s:
             with self._lock:
-                first, count = self._dirty_run(min(longest, limit - done))
+                first, count = self._dirty_run(start, end, min(longest, limit - done))
                 if not count:
                     break
                 self._erase(first, count)
@@ -188,13 +197,13 @@ class ServingLedger:
                 longest *= 2
         return done
 
-    def _dirty_run(self, most: int) -> tuple[int, int]:
-        """(first page, pages) of the first run of dirty pages, cut to `most`; (0, 0) when there is none."""
-        dirty = self._owners[: self._pool_pages] == np.uint8(Owner.FREE_DIRTY)
+    def _dirty_run(self, start: int, end: int, most: int) -> tuple[int, int]:
+        """(first page, pages) of the first run of dirty pages of some, cut to `most`; 0 pages when there is none."""
+        dirty = self._owners[start:end] == np.uint8(Owner.FREE_DIRTY)
         first = int(dirty.argmax())
         run = dirty[first : first + most]
-        end = int(run.argmin())
-        return first, (run.size if run[end] else end)
+        stop = int(run.argmin())
+        return start + first, (run.size if run[stop] else stop)
 
 
 class RolloutLedger:
