@@ -164,18 +164,29 @@ def test_serving_has_the_memory_of_a_deactivated_rollouts_weights(pair: RunningP
     wait_for("the weights' memory is lent", lambda: pair.coserve("GET", "status")["pages"]["from_weights"] >= 20, 10)
     status = pair.coserve("GET", "status")["pages"]
     assert status["pool"] == lasting + status["from_weights"] and pages["rollout"] == 0
-    held: list[int] = []
+    shared, is_over = prompt(77, 300), threading.Event()
+
+    def keep_coming(number: int) -> int:
+        count = 0
+        while not is_over.is_set():
+            assert len(pair.complete(False, shared + prompt(1000 * number + count, 20), 16)["token_ids"]) == 16
+            count += 1
+        return count
+
     with ThreadPoolExecutor(25) as threads:
-        served = [(p, threads.submit(pair.complete, False, p, 64)) for p in (prompt(i, 900) for i in range(24))]
-
-        def serving_holds() -> int:
-            held.append(pair.coserve("GET", "status")["pages"]["serving"])
-            return held[-1]
-
-        wait_for("serving holds more than the pool was", lambda: serving_holds() > lasting, 60)
-        activation = threads.submit(_post, pair, "activate", {})
+        served = [(p, threads.submit(pair.complete, False, p, 64)) for p in (prompt(i, 900) for i in range(18))]
+        others = [threads.submit(keep_coming, i) for i in range(3)]
+        try:
+            wait_for(
+                "serving holds more than the pool was",
+                lambda: pair.coserve("GET", "status")["pages"]["serving"] > lasting,
+                60,
+            )
+            answer = _post(pair, "activate", {})
+        finally:
+            is_over.set()
         choices = [(p, f.result()) for p, f in served]
-        answer = activation.result()
+        assert all(f.result() for f in others)
     assert all(len(c["token_ids"]) == 64 for _, c in choices)
     assert answer.status_code == 200 and answer.json()["state"] == "active", answer.text
     pages = answer.json()["pages"]
