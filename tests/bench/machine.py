@@ -51,7 +51,7 @@ class Bed:
     pool_gib: float
     lead_s: float  # rollouts are in their stride before anything is measured
     start_bound_s: float = 240.0  # for both engines to come up
-    back_bound_s: float = 120.0  # for a killed rollout engine to generate again
+    back_bound_s: float = 300.0  # for a killed rollout engine to generate again; it loads in what users leave over
     turns: TurnShape = field(default_factory=TurnShape)
     scale: Scale = field(default_factory=Scale)  # of the trace's prompts and outputs
     warm_up_tokens: tuple[int, ...] = (16, 64, 256)
