@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit.fake_cuda import FakeCuda
+from tests.unit.fake_driver import TABLES
 from tests.unit.page_kits import BudgetKit, CudaKit, expected, until_done
 from vllm_coserve.memory.cuda_calls import CudaCallError, Device
 from vllm_coserve.memory.cuda_pages import make_pool
@@ -17,15 +18,6 @@ from vllm_coserve.memory.mapper import TableMapper
 _PAGES = 8
 _PAGE = CudaKit.page
 _HOW = ["before", "after", "half"]
-
-# Pages and slots come and go in runs, a slot changes its page (7: 5, then 0), a page its slot (4: at 4, out, at 2).
-_TABLES = (
-    [0, 1, 2, 3, 4, -1, 7, 5],
-    [0, -1, -1, 3, -1, -1, 7, 5],
-    [-1, 1, 4, 3, 2, -1, 7, 0],
-    [-1] * 8,
-    [6, 7, -1, -1, 0, 1, 2, 3],
-)
 
 
 @pytest.fixture(autouse=True)
@@ -44,7 +36,7 @@ def tables_with_a_failure(make_kit, fail_at, how):
     driver, failures = until_done(kit.driver, "rollout")
     assert len(api.mappings) == 0
     mapper = TableMapper(driver, table := np.full(_PAGES, -1, dtype=np.int32))
-    for wanted in _TABLES:
+    for wanted in TABLES:
         table[:] = wanted
         failures += until_done(mapper.apply)[1]
         assert kit.really_mapped(driver) == expected(kit, wanted)

@@ -144,8 +144,8 @@ class WithWeightPages:
 
     def discard(self, page: int) -> None:
         """Give the memory of a weight page back, if it has some."""
-        handle = self._handles.pop(page, None)
-        self._device.release(*(() if handle is None else (handle,)))  # also what it could not release before
+        handles = [self._handles.pop(page)] if page in self._handles else []
+        self._device.release(*handles)  # and what it could not release before
 
     def take(self, page: int) -> Any:
         return self.pool.take(page) if page < self.pool.num_pages else self._handles[page]
